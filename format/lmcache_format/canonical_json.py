@@ -1,0 +1,80 @@
+"""Canonical JSON (SPEC §2): one byte string for one value, and a reader that refuses everything ambiguous."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from .errors import FormatError
+
+MAX_DEPTH = 32
+
+
+def dump_canonical(value: object, *, error: type[FormatError] = FormatError) -> bytes:
+    """Bytes of `value`: keys sorted by code point, no spaces, UTF-8, no floats.
+
+    Raises `error` for floats, non-string keys, lone surrogates and types outside JSON.
+    """
+    _refuse_non_canonical(value, error, 0)
+    try:
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return text.encode("utf-8")
+    except (TypeError, ValueError, UnicodeEncodeError) as problem:
+        raise error("value has no canonical JSON form", found=problem) from problem
+
+
+def load_strict(data: bytes | bytearray | memoryview | str, *, error: type[FormatError] = FormatError) -> Any:
+    """Parse JSON that may come from anywhere: duplicate keys, floats, NaN, bad UTF-8 and deep nesting raise `error`."""
+    try:
+        text = data if isinstance(data, str) else bytes(data).decode("utf-8")
+        return STRICT_DECODER.decode(text)
+    except _Refused as problem:
+        raise error(str(problem)) from None
+    except (ValueError, RecursionError) as problem:
+        if isinstance(problem, FormatError):
+            raise
+        raise error("not valid JSON", found=problem) from None  # RecursionError: the parser's own depth limit
+
+
+class _Refused(ValueError):
+    pass
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise _Refused("JSON object names a key twice")
+    return value
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise _Refused(f"JSON number {text!r} is not an integer")
+
+
+def _bounded_int(text: str) -> int:
+    if len(text) > 20:
+        raise _Refused("JSON integer is too long")
+    return int(text)
+
+
+STRICT_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_float=_refuse_constant, parse_constant=_refuse_constant, parse_int=_bounded_int
+)
+
+
+def _refuse_non_canonical(value: object, error: type[FormatError], depth: int) -> None:
+    if depth > MAX_DEPTH:
+        raise error("value is nested too deeply", expected=f"at most {MAX_DEPTH} levels")
+    if value is None or isinstance(value, bool | int | str):
+        return
+    if isinstance(value, list | tuple):
+        for item in value:
+            _refuse_non_canonical(item, error, depth + 1)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise error("JSON keys must be strings", found=repr(key))
+            _refuse_non_canonical(item, error, depth + 1)
+    else:
+        raise error("canonical JSON holds strings, integers, booleans, null, lists and objects", found=repr(value))
