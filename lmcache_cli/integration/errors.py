@@ -1,0 +1,35 @@
+"""What can be wrong with a model before any KV is computed.
+
+ModelError
+├── ModelNotFound        no such directory, and nothing of that name on this machine
+├── UnverifiedWeights    the weights' content is unknown and no immutable revision was given
+├── UnsupportedModel     its cache is none that this version can store (latents, recurrent state, …)
+├── AdapterError         an adapter's files are missing or unreadable
+└── GeometryMismatch     the running model's cache has another shape or type than its identity says
+"""
+
+from __future__ import annotations
+
+
+class ModelError(ValueError):
+    """The root: one sentence that says what was found, what was expected and what to do next."""
+
+
+class ModelNotFound(ModelError):
+    pass
+
+
+class UnverifiedWeights(ModelError):
+    pass
+
+
+class UnsupportedModel(ModelError):
+    pass
+
+
+class AdapterError(ModelError):
+    pass
+
+
+class GeometryMismatch(ModelError):
+    pass
