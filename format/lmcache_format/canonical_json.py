@@ -1,4 +1,7 @@
-"""Canonical JSON (SPEC §2): one byte string for one value, and a reader that refuses everything ambiguous."""
+"""Canonical JSON (SPEC §2): one byte string for one value, and a reader that refuses everything ambiguous.
+
+Values are null, booleans, integers of at most 53 bits, Unicode text, lists and objects, nested at most 32 deep.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,13 @@ from typing import Any, NoReturn
 from .errors import FormatError
 
 MAX_DEPTH = 32
+MAX_INTEGER = 1 << 53
 
 
 def dump_canonical(value: object, *, error: type[FormatError] = FormatError) -> bytes:
     """Bytes of `value`: keys sorted by code point, no spaces, UTF-8, no floats.
 
-    Raises `error` for floats, non-string keys, lone surrogates and types outside JSON.
+    Raises `error` for floats, larger integers, non-string keys, lone surrogates, deep nesting and types outside JSON.
     """
     _refuse_non_canonical(value, error, 0)
     try:
@@ -28,13 +32,14 @@ def load_strict(data: bytes | bytearray | memoryview | str, *, error: type[Forma
     """Parse JSON that may come from anywhere: duplicate keys, floats, NaN, bad UTF-8 and deep nesting raise `error`."""
     try:
         text = data if isinstance(data, str) else bytes(data).decode("utf-8")
-        return STRICT_DECODER.decode(text)
+        value = STRICT_DECODER.decode(text)
     except _Refused as problem:
         raise error(str(problem)) from None
-    except (ValueError, RecursionError) as problem:
-        if isinstance(problem, FormatError):
-            raise
-        raise error("not valid JSON", found=problem) from None  # RecursionError: the parser's own depth limit
+    except (ValueError, RecursionError) as problem:  # RecursionError: the parser's own depth limit
+        raise error("not valid JSON", found=problem) from None
+    if text.count("[") + text.count("{") > MAX_DEPTH:  # so few cannot nest too deeply
+        _refuse_non_canonical(value, error, 0)
+    return value
 
 
 class _Refused(ValueError):
@@ -53,9 +58,10 @@ def _refuse_constant(text: str) -> NoReturn:
 
 
 def _bounded_int(text: str) -> int:
-    if len(text) > 20:
-        raise _Refused("JSON integer is too long")
-    return int(text)
+    number = int(text) if len(text) <= 17 else MAX_INTEGER + 1
+    if not -MAX_INTEGER <= number <= MAX_INTEGER:
+        raise _Refused("JSON integer has more than 53 bits")
+    return number
 
 
 STRICT_DECODER = json.JSONDecoder(
@@ -66,7 +72,11 @@ STRICT_DECODER = json.JSONDecoder(
 def _refuse_non_canonical(value: object, error: type[FormatError], depth: int) -> None:
     if depth > MAX_DEPTH:
         raise error("value is nested too deeply", expected=f"at most {MAX_DEPTH} levels")
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or isinstance(value, bool | str):
+        return
+    if isinstance(value, int):
+        if not -MAX_INTEGER <= value <= MAX_INTEGER:
+            raise error("integer has more than 53 bits; write it as text", found=value)
         return
     if isinstance(value, list | tuple):
         for item in value:

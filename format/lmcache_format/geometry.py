@@ -9,6 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from .dtypes import Dtype
 from .errors import GeometryError
@@ -16,6 +20,7 @@ from .identity import Identity
 
 MAX_LAYERS = 4096
 MAX_HEADS = 4096
+MAX_POSITION = 9_999_999
 _PART = re.compile(r"l(0|[1-9][0-9]{0,6})-([1-9][0-9]{0,6})(?:h(0|[1-9][0-9]{0,6})-([1-9][0-9]{0,6}))?")
 
 
@@ -23,7 +28,7 @@ _PART = re.compile(r"l(0|[1-9][0-9]{0,6})-([1-9][0-9]{0,6})(?:h(0|[1-9][0-9]{0,6
 class Part:
     """The slice of a chunk one writer holds: layers `layer_start` to `layer_stop`, and heads likewise.
 
-    Both ends of the heads are None for latents. Its text form, used in file names, is `l0-30h0-3`, or `l0-30` for latents.
+    Both ends of the heads are None for latents. Its text form, used in file names, is `l0-30h0-3`; `l0-30` for latents.
     """
 
     layer_start: int
@@ -38,6 +43,8 @@ class Part:
             raise GeometryError("part names one end of its heads only", found=(self.head_start, self.head_stop))
         if self.head_start is not None and self.head_stop is not None and not 0 <= self.head_start < self.head_stop:
             raise GeometryError("part has no heads", found=(self.head_start, self.head_stop))
+        if max(self.layer_stop, self.head_stop or 0) > MAX_POSITION:
+            raise GeometryError("part is outside every model", expected=f"at most {MAX_POSITION}", found=str(self))
 
     def __str__(self) -> str:
         heads = "" if self.head_start is None else f"h{self.head_start}-{self.head_stop}"
@@ -109,6 +116,23 @@ class TensorSpec:
         return self.shape[-2] * self.shape[-1] * self.dtype.itemsize
 
 
+def raw_bytes(spec: TensorSpec, array: npt.NDArray[Any]) -> memoryview:
+    """The bytes to store for `array`: row-major, little-endian, whatever its strides and byte order.
+
+    Bf16 comes as uint16 and fp8 as uint8 (`Dtype.numpy`). A view where nothing has to move, else a copy. Raises
+    `GeometryError` for another shape or type: values are never converted.
+    """
+    own = spec.dtype.numpy
+    if array.shape != spec.shape or array.dtype.newbyteorder("=") != own.newbyteorder("="):
+        raise GeometryError(
+            "array is not that of the tensor",
+            where=spec.name,
+            expected=f"{own} {spec.shape}",
+            found=f"{array.dtype} {array.shape}",
+        )
+    return np.ascontiguousarray(array, own).data.cast("B")
+
+
 def whole_part(identity: Identity) -> Part:
     """All layers and heads."""
     return Part(0, identity.layers) if identity.is_latent else Part(0, identity.layers, 0, identity.kv_heads)
@@ -159,14 +183,16 @@ def part_bytes(identity: Identity, part: Part, num_tokens: int) -> int:
     return part.num_layers * part.num_heads * num_tokens * width * identity.dtype.itemsize
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def tensors_of(part: Part, num_tokens: int, dtype: Dtype, dim_k: int, dim_v: int) -> tuple[TensorSpec, ...]:
     """The raw tensors of a part in data order, from a shard's own words; see `part_tensors` for an identity's.
 
     Raises `GeometryError` where they would be more than a shard can hold.
     """
-    if part.num_layers > MAX_LAYERS or part.num_heads > MAX_HEADS or (part.head_start is not None and dim_v < 1):
+    if part.num_layers > MAX_LAYERS or part.num_heads > MAX_HEADS:
         raise GeometryError("part is larger than a shard can be", expected=f"{MAX_LAYERS} layers of {MAX_HEADS} heads")
+    if dim_k < 1 or (dim_v < 1) != (part.head_start is None):
+        raise GeometryError("latents have no value width, and all others have one", found=(str(part), dim_k, dim_v))
     tensors = []
     for layer in range(part.layer_start, part.layer_stop):
         if part.head_start is None:

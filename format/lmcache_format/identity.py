@@ -24,8 +24,9 @@ CHUNK_TOKENS = 256
 MAX_CHUNK_TOKENS = 65_536
 MAX_IDENTITY_BYTES = 1 << 20
 _MAX_AXIS = 1 << 20
-_WEIGHTS = re.compile(r"sha256:[0-9a-f]{64}|revision:[^\x00]{1,512}|unverified:[^\x00]{0,512}")
-_ADAPTER = re.compile(r"sha256:[0-9a-f]{64}|unverified:[^\x00]{0,512}")
+_CONTENT = re.compile(r"sha256:[0-9a-f]{64}|revision:[^\x00@]{1,512}@[^\x00@]{1,512}|unverified:[^\x00]{0,512}")
+_NEWER_DTYPE = re.compile(r"[A-Z][A-Z0-9_]{0,31}")
+_NEWER_KIND = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
 class AttentionKind(StrEnum):
@@ -69,7 +70,7 @@ class Identity:
     head_dim_k: int
     head_dim_v: int
     groups: tuple[LayerGroup, ...]
-    rope: Mapping[str, Any] = field(default_factory=dict)
+    rope: Mapping[str, Any] = field(default_factory=dict, hash=False)
     adapter: str | None = None
     scale: str = "none"
     chunk_tokens: int = CHUNK_TOKENS
@@ -80,7 +81,10 @@ class Identity:
         _check_text(self)
         _check_numbers(self)
         _check_groups(self)
-        dump_canonical(dict(self.rope), error=IdentityError)
+        object.__setattr__(self, "rope", _checked_rope(self.rope))
+        size = len(self.canonical_json())
+        if size > MAX_IDENTITY_BYTES:
+            raise IdentityError("identity is too long", expected=f"at most {MAX_IDENTITY_BYTES} bytes", found=size)
 
     @property
     def is_verified(self) -> bool:
@@ -121,11 +125,16 @@ class Identity:
         return fingerprint_of(self.canonical_json())
 
     @classmethod
-    def from_json(cls, data: bytes) -> Identity:
-        """Read `ns.json`. Bytes that are not canonical raise `IdentityError`; a newer layout or key algorithm
-        raises `UnsupportedVersion`."""
+    def from_json(cls, data: bytes, fingerprint: Fingerprint | None = None) -> Identity:
+        """Read `ns.json`; `fingerprint`, where given, is the one its path says.
+
+        Bytes that are not canonical or hash to another name raise `IdentityError`; a newer layout or key algorithm,
+        or a dtype or kind of attention of a later release raises `UnsupportedVersion`."""
         if len(data) > MAX_IDENTITY_BYTES:
             raise IdentityError("identity is too long", expected=f"at most {MAX_IDENTITY_BYTES} bytes", found=len(data))
+        found = fingerprint_of(data)
+        if fingerprint is not None and found != fingerprint:
+            raise IdentityError("identity does not hash to its name", expected=fingerprint, found=found)
         value = load_strict(data, error=IdentityError)
         if not isinstance(value, dict):
             raise IdentityError("identity is not a JSON object", found=type(value).__name__)
@@ -160,23 +169,48 @@ def _refuse_newer(value: dict[str, Any]) -> None:
         found = value.get(name)
         if isinstance(found, str) and found != known:
             raise UnsupportedVersion(f"identity uses another {name}", expected=known, found=found)
+    groups = value.get("groups")
+    kinds = [group.get("kind") for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    for found in kinds:
+        _refuse_newer_name("kind of attention", found, tuple(AttentionKind), _NEWER_KIND)
+    _refuse_newer_name("dtype", value.get("dtype"), tuple(Dtype), _NEWER_DTYPE)
+
+
+def _refuse_newer_name(what: str, found: object, known: tuple[str, ...], form: re.Pattern[str]) -> None:
+    """A well-formed name that this release does not know is one of a later release, and no damage."""
+    if isinstance(found, str) and found not in known and form.fullmatch(found):
+        raise UnsupportedVersion(f"identity uses another {what}", expected=", ".join(known), found=found)
+
+
+def _checked_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy that shares nothing with the caller. Numbers must be text: 1e5, 100000 and 100000.0 are one value."""
+    copy: dict[str, Any] = load_strict(dump_canonical(dict(rope), error=IdentityError), error=IdentityError)
+    _refuse_numbers(copy)
+    return copy
+
+
+def _refuse_numbers(value: object) -> None:
+    if type(value) is int:
+        raise IdentityError("rope parameters hold numbers as text", expected=repr(repr(float(value))), found=value)
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _refuse_numbers(inner)
 
 
 def _check_text(identity: Any) -> None:
     if not isinstance(identity.model, str) or not identity.model:
         raise IdentityError("model needs a name", found=repr(identity.model))
-    if not isinstance(identity.weights, str) or not _WEIGHTS.fullmatch(identity.weights):
+    if not isinstance(identity.weights, str) or not _CONTENT.fullmatch(identity.weights):
         raise IdentityError(
             "weights are not identified",
             expected="sha256:<64 hex>, revision:<repository>@<commit> or unverified:<name>",
             found=repr(identity.weights),
         )
     if identity.adapter is not None and not (
-        isinstance(identity.adapter, str) and _ADAPTER.fullmatch(identity.adapter)
+        isinstance(identity.adapter, str) and _CONTENT.fullmatch(identity.adapter)
     ):
         raise IdentityError(
             "adapter is not identified",
-            expected="sha256:<64 hex>, unverified:<name> or null",
+            expected="sha256:<64 hex>, revision:<repository>@<commit>, unverified:<name> or null",
             found=repr(identity.adapter),
         )
     if not isinstance(identity.scale, str) or not identity.scale:

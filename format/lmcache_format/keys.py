@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,14 +21,12 @@ from .identity import Fingerprint
 ChunkKey = NewType("ChunkKey", bytes)
 KEY_BYTES = 32
 TAG_MULTIMODAL = 1
-TAG_ADAPTER = 2
-TAG_GENERATION = 3
-TAG_OTHER = 255
 
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 _ROOT_DOMAIN = b"lmcache-format-1"
 _SALT_DOMAIN = b"lmcache-salt-1"
 _NO_SALT = bytes(32)
+_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -46,12 +45,41 @@ class Extra:
         return struct.pack("<HI", self.tag, len(self.payload)) + self.payload
 
 
-def multimodal_extra(start: int, num_tokens: int, identifier: str) -> Extra:
-    """An image, sound or other item whose placeholder begins `start` tokens after the chunk's first token.
+@dataclass(frozen=True, slots=True)
+class MultimodalItem:
+    """An image, sound or other item of a prompt: its placeholder covers `num_tokens` tokens from `start` on.
 
-    `start` may be negative for an item that began in an earlier chunk; `identifier` is the content hash of the item.
+    `identifier` is the content hash of the item: its placeholder tokens are the same for every item.
     """
-    return Extra(TAG_MULTIMODAL, struct.pack("<qI", start, num_tokens) + identifier.encode("utf-8"))
+
+    start: int
+    num_tokens: int
+    identifier: str
+
+
+def chunk_extras(items: Sequence[MultimodalItem], chunk_start: int, num_tokens: int) -> tuple[Extra, ...]:
+    """The extras of the chunk that holds `num_tokens` tokens from `chunk_start` on: one for each item it touches.
+
+    Payload: `i64le` start of the item counted from the chunk's first token (negative where it began earlier),
+    `u32le` its tokens, then the identifier in UTF-8.
+    """
+    stop = chunk_start + num_tokens
+    return tuple(
+        Extra(
+            TAG_MULTIMODAL,
+            _item_payload(item, chunk_start),
+        )
+        for item in items
+        if item.start < stop and item.start + item.num_tokens > chunk_start
+    )
+
+
+def _item_payload(item: MultimodalItem, chunk_start: int) -> bytes:
+    try:
+        where = struct.pack("<qI", item.start - chunk_start, item.num_tokens)
+        return where + item.identifier.encode("utf-8")
+    except (struct.error, UnicodeEncodeError) as problem:
+        raise KeyInputError("multimodal item cannot be hashed", found=problem) from None
 
 
 def encode_extras(extras: Sequence[Extra]) -> bytes:
@@ -69,13 +97,9 @@ def salt_digest(salt: str | bytes | None) -> bytes:
 
 def root_key(fingerprint: Fingerprint, salt: str | bytes | None = None) -> ChunkKey:
     """`key_{-1}`: the parent of every first chunk under this identity and salt."""
-    try:
-        raw = bytes.fromhex(fingerprint)
-    except ValueError:
-        raw = b""
-    if len(raw) != 16:
+    if not _FINGERPRINT.fullmatch(fingerprint):
         raise KeyInputError("fingerprint has another form", expected="32 hex digits", found=fingerprint)
-    return ChunkKey(hashlib.sha256(_ROOT_DOMAIN + raw + salt_digest(salt)).digest())
+    return ChunkKey(hashlib.sha256(_ROOT_DOMAIN + bytes.fromhex(fingerprint) + salt_digest(salt)).digest())
 
 
 def next_key(parent: ChunkKey, tokens: Tokens, extras: Sequence[Extra] = ()) -> ChunkKey:
@@ -97,6 +121,9 @@ def chunk_keys(
     `extras`, where given, holds one sequence a chunk. Raises `KeyInputError` for ids outside 0 … 2^32-1.
     """
     words = token_words(tokens)
+    _check_parent(root)
+    if chunk_tokens < 1:
+        raise KeyInputError("a chunk holds at least one token", found=chunk_tokens)
     count = len(words) // chunk_tokens
     if extras is not None and len(extras) < count:
         raise KeyInputError("extras are given for some chunks only", expected=count, found=len(extras))
@@ -165,9 +192,13 @@ def _from_sequence(tokens: Sequence[int]) -> npt.NDArray[np.int64]:
         raise KeyInputError("token ids form one row of integers", found=problem) from None
 
 
-def _link(parent: bytes, count: int, words: memoryview, extras: bytes) -> ChunkKey:
+def _check_parent(parent: bytes) -> None:
     if len(parent) != KEY_BYTES:
         raise KeyInputError("parent key has another length", expected=KEY_BYTES, found=len(parent))
+
+
+def _link(parent: bytes, count: int, words: memoryview, extras: bytes) -> ChunkKey:
+    _check_parent(parent)
     digest = hashlib.sha256(parent + struct.pack("<I", count))
     digest.update(words)
     digest.update(extras)

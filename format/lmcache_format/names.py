@@ -35,6 +35,8 @@ _SEGMENT = re.compile(rf"ns/{_FINGERPRINT}/m/(?P<ulid>[0-9a-hjkmnp-tv-z]{{26}})-
 _NAMESPACE = re.compile(rf"ns/{_FINGERPRINT}/ns\.json")
 _SUPERBLOCK = re.compile(r"store\.([0-9]{6})\.json")
 _ENCODING_LABEL = re.compile(_LABEL)
+_SEGMENT_FILE = re.compile(_SEGMENT.pattern.rpartition("/")[2])
+MAX_GENERATION = 999_999
 _CROCKFORD = "0123456789abcdefghjkmnpqrstvwxyz"
 
 
@@ -147,6 +149,8 @@ def segment_directory(fingerprint: Fingerprint) -> str:
 
 def superblock_path(generation: int) -> str:
     """Path of a superblock generation, from 1 on."""
+    if not 1 <= generation <= MAX_GENERATION:
+        raise BadName("superblock generation is out of range", expected=f"1 to {MAX_GENERATION}", found=generation)
     return f"store.{generation:06d}.json"
 
 
@@ -161,6 +165,11 @@ def parse_superblock_path(path: str) -> int:
 def is_encoding_label(text: str) -> bool:
     """True for `raw`, `bfx`, `uq-near`: a name, and the quality class of a lossy encoding."""
     return _ENCODING_LABEL.fullmatch(text) is not None
+
+
+def is_segment_file_name(text: str) -> bool:
+    """True for `<ulid>-<writer>.lmi`."""
+    return _SEGMENT_FILE.fullmatch(text) is not None
 
 
 def new_ulid(time_ms: int) -> str:

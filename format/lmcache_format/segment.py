@@ -7,6 +7,7 @@ of the touches. All of it can be rebuilt from the shards. Reader and writer shar
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,12 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .canonical_json import dump_canonical, load_strict
+from .canonical_json import MAX_INTEGER, dump_canonical, load_strict
 from .checksums import Buffer, xxh3
 from .errors import ChecksumMismatch, GeometryError, SegmentError, UnsupportedVersion
 from .geometry import Part
-from .identity import Fingerprint
-from .names import is_encoding_label
+from .identity import MAX_CHUNK_TOKENS, Fingerprint
+from .names import is_encoding_label, is_segment_file_name
 
 MAGIC = b"LMKVSEG1"
 VERSION = 1
@@ -34,7 +35,9 @@ _HEADER = struct.Struct("<8sII16sQQ16s")  # magic, version, sections, fingerprin
 _CHECKSUM_AT = 48
 _ENTRY = struct.Struct("<4sIQQQ16s")  # id, flags, offset, length, records, checksum
 _MUST_UNDERSTAND = 1
+_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 
+_LABEL_KEY = re.compile(r"[0-9a-f]{32}")
 KEY_DTYPE = np.dtype("<u8")
 ADD_DTYPE = np.dtype(
     [
@@ -133,6 +136,8 @@ def key_number(key: bytes, start: int = 0) -> int:
 def encode_segment(segment: Segment) -> bytes:
     """The bytes of a segment. Raises `SegmentError` for records that `decode_segment` would refuse."""
     _check_records(segment)
+    if not _FINGERPRINT.fullmatch(segment.fingerprint) or not 0 <= segment.created_ms <= MAX_INTEGER:
+        raise SegmentError("segment has no usable fingerprint or time", found=(segment.fingerprint, segment.created_ms))
     names = {
         "encodings": list(segment.encodings),
         "parts": list(segment.parts),
@@ -261,6 +266,8 @@ def _load_names(section: tuple[memoryview, int] | None) -> dict[str, Any]:
         values = names.get(field_name)
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
             raise SegmentError("NAME section has a field of the wrong form", where=field_name)
+    if section is None or dump_canonical(names, error=SegmentError) != section[0]:
+        raise SegmentError("NAME section is not in canonical form")
     return names
 
 
@@ -268,7 +275,13 @@ def _load_supersedes(section: tuple[memoryview, int] | None) -> tuple[str, ...]:
     names = _json_section(section, [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise SegmentError("SUPR section is not a list of names")
+    _check_count(section, len(names), "SUPR")
     return tuple(names)
+
+
+def _check_count(section: tuple[memoryview, int] | None, found: int, where: str) -> None:
+    if section is not None and section[1] != found:
+        raise SegmentError("section holds another number of records", where=where, expected=section[1], found=found)
 
 
 def _dump_labels(labels: Sequence[Label]) -> bytes:
@@ -283,17 +296,23 @@ def _load_labels(section: tuple[memoryview, int] | None) -> tuple[Label, ...]:
     try:
         for key, name, num_tokens, created_ms, depth in rows:
             numbers = (num_tokens, created_ms, depth)
-            if len(key) != 32 or not isinstance(name, str) or not all(type(n) is int and n >= 0 for n in numbers):
+            if not _LABEL_KEY.fullmatch(key) or not isinstance(name, str) or not all(map(_is_count, numbers)):
                 raise SegmentError("label has a field of the wrong form", found=str(key)[:80])
             labels.append(Label(bytes.fromhex(key), name, num_tokens, created_ms, depth))
     except (TypeError, ValueError) as problem:
         if isinstance(problem, SegmentError):
             raise
         raise SegmentError("LABL section is of the wrong form", found=problem) from None
+    _check_count(section, len(labels), "LABL")
     return tuple(labels)
 
 
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
 def _check_records(segment: Segment) -> None:
+    _check_dtypes(segment)
     if len(segment.keys) != len(segment.adds):
         raise SegmentError("KEYS and ADDS differ in length", expected=len(segment.keys), found=len(segment.adds))
     if len(segment.keys) > 1 and bool((segment.keys[1:] < segment.keys[:-1]).any()):
@@ -301,8 +320,11 @@ def _check_records(segment: Segment) -> None:
     for records, where in ((segment.adds, "ADDS"), (segment.removes, "RMVS")):
         _check_index(records, "part", len(segment.parts), where)
         _check_index(records, "encoding", len(segment.encodings), where)
-    if len(segment.adds) and int(segment.adds["num_tokens"].min()) < 1:
-        raise SegmentError("a chunk holds at least one token", where="ADDS", found=0)
+    num_tokens = segment.adds["num_tokens"]
+    if len(num_tokens) and not 1 <= int(num_tokens.min()) <= int(num_tokens.max()) <= MAX_CHUNK_TOKENS:
+        raise SegmentError(
+            "chunk holds an impossible number of tokens", where="ADDS", expected=f"1 to {MAX_CHUNK_TOKENS}"
+        )
     versions = segment.removes["version"]
     if len(versions) and bool(((versions != NO_VERSION) & (versions >= len(segment.versions))).any()):
         raise SegmentError("record names a version that is not in NAME", where="RMVS", expected=len(segment.versions))
@@ -315,6 +337,22 @@ def _check_records(segment: Segment) -> None:
         raise SegmentError("NAME section has an encoding of the wrong form", found=segment.encodings)
     if max(len(segment.parts), len(segment.encodings)) > MAX_NAMES:
         raise SegmentError("NAME section has too many names", expected=MAX_NAMES)
+    if not all(map(is_segment_file_name, segment.supersedes)):
+        raise SegmentError("SUPR section names what is no segment", expected="<ulid>-<writer>.lmi")
+    for label in segment.labels:
+        if len(label.key) != 16 or not all(map(_is_count, (label.num_tokens, label.created_ms, label.depth))):
+            raise SegmentError("label has a field of the wrong form", found=label.name[:80])
+
+
+def _check_dtypes(segment: Segment) -> None:
+    for records, dtype, where in (
+        (segment.keys, KEY_DTYPE, "KEYS"),
+        (segment.adds, ADD_DTYPE, "ADDS"),
+        (segment.removes, REMOVE_DTYPE, "RMVS"),
+        (segment.touches, TOUCH_DTYPE, "TOUC"),
+    ):
+        if records.ndim != 1 or records.dtype != dtype:
+            raise SegmentError("records are of another type", where=where, expected=dtype, found=records.dtype)
 
 
 def _check_index(records: Records, name: str, count: int, where: str) -> None:

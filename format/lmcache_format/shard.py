@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from .canonical_json import STRICT_DECODER, dump_canonical, load_strict
+from .canonical_json import MAX_INTEGER, STRICT_DECODER, dump_canonical, load_strict
 from .checksums import DIGEST_BYTES, Buffer, xxh3_hex
 from .dtypes import Dtype
 from .errors import ChecksumMismatch, FormatError, GeometryError, ShardError, UnsupportedVersion
@@ -30,6 +30,7 @@ FORMAT = "1"
 RAW = "raw"
 CHECKSUM = "xxh3-128"
 NONCE_BYTES = 8
+MAX_DEPTH = 0xFFFF_FFFF
 
 _LENGTH = struct.Struct("<Q")
 _START = b'{"__metadata__":{"lmcache.header_checksum":"'
@@ -39,6 +40,8 @@ _HEX32 = re.compile(r"[0-9a-f]{32}")
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _HEX16 = re.compile(r"[0-9a-f]{16}")
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,18}")
+_NEWER_DTYPE = re.compile(r"[A-Z][A-Z0-9_]{0,15}")
+_LEAST_ENTRY_BYTES = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,8 @@ class EncodingInfo:
             raise ShardError("encoding has a field of the wrong form", found=text[:120])
         if quality is not None and not (isinstance(quality, str) and re.fullmatch(r"[a-z0-9]{1,16}", quality)):
             raise ShardError("encoding has no usable quality class", found=repr(quality)[:80])
+        if name == RAW and (quality is not None or parameters):
+            raise ShardError("raw has neither a quality class nor parameters", found=text[:120])
         return cls(name, parameters, quality, value["must_understand"])
 
 
@@ -163,6 +168,7 @@ def build_header(
 
     `checksums` are 16-byte digests back to back; `stored_bytes`, the size of every encoded tensor, is None where raw.
     """
+    _check_meta(meta)
     specs = meta.specs
     is_raw = meta.encoding.name == RAW
     if is_raw != (stored_bytes is None):
@@ -220,6 +226,8 @@ def parse_header(header: Buffer, file_bytes: int | None = None) -> ShardHeader:
             "shard is of another format", expected=FORMAT, found=repr(metadata.get("lmcache.format"))[:80]
         )
     meta = _parse_meta(metadata)
+    if meta.part.num_layers * _LEAST_ENTRY_BYTES > len(text):  # before memory is spent on what cannot be there
+        raise ShardError("header has not all layers of its part", expected=str(meta.part), found=f"{len(text)} bytes")
     try:
         specs = meta.specs
     except GeometryError as problem:
@@ -254,6 +262,8 @@ def _split_header(header: Buffer) -> tuple[str, int, dict[str, str]]:
         raise ShardError("header is not valid JSON", found=problem) from None
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ShardError("metadata is not an object of strings")
+    if "\\u" in text and not all(map(_is_unicode, (*metadata, *metadata.values()))):
+        raise ShardError("metadata holds half a surrogate pair")  # stock safetensors does not open such a file
     return text, table_at, metadata
 
 
@@ -286,6 +296,30 @@ def _metadata_text(meta: ShardMeta, checksums: bytes, decoded_checksums: bytes) 
     return "".join(f',"lmcache.{name}":{json.dumps(value)}' for name, value in fields.items()).encode()
 
 
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _check_meta(meta: ShardMeta) -> None:
+    """Raise `ShardError` for what `parse_header` would refuse: better now than in every later reader."""
+    lengths_are_right = len(meta.key) == len(meta.parent) == 32
+    if not (lengths_are_right and _HEX32.fullmatch(meta.fingerprint) and _HEX16.fullmatch(meta.nonce)):
+        raise ShardError("fingerprint, key, parent or nonce has another form", found=(meta.fingerprint, meta.nonce))
+    if not 1 <= meta.num_tokens <= meta.chunk_tokens <= MAX_CHUNK_TOKENS:
+        raise ShardError("token count is out of range", found=(meta.num_tokens, meta.chunk_tokens))
+    if not 0 <= meta.depth <= MAX_DEPTH or not 0 <= meta.created_ms <= MAX_INTEGER:
+        raise ShardError("depth or time is out of range", found=(meta.depth, meta.created_ms))
+    if meta.tokens is not None and len(meta.tokens) != meta.num_tokens:
+        raise ShardError("tokens are not as many as num_tokens", expected=meta.num_tokens, found=len(meta.tokens))
+    if not _is_unicode(meta.writer):
+        raise ShardError("writer is not Unicode text", found=ascii(meta.writer))
+    EncodingInfo.from_json(meta.encoding.to_json())
+
+
 def _parse_meta(metadata: dict[str, str]) -> ShardMeta:
     def text(name: str, pattern: re.Pattern[str]) -> str:
         value = metadata.get(f"lmcache.{name}", "")
@@ -314,13 +348,14 @@ def _parse_meta(metadata: dict[str, str]) -> ShardMeta:
     except FormatError as problem:
         raise ShardError("part has the wrong form", found=problem) from None
     except ValueError:
-        found = repr(metadata.get("lmcache.dtype", ""))[:80]
-        raise ShardError("dtype is unknown", expected=[d.value for d in Dtype], found=found) from None
+        found = metadata.get("lmcache.dtype", "")
+        error = UnsupportedVersion if _NEWER_DTYPE.fullmatch(found) else ShardError
+        raise error("dtype is unknown", expected=[d.value for d in Dtype], found=repr(found)[:80]) from None
     return ShardMeta(
         fingerprint=Fingerprint(text("fingerprint", _HEX32)),
         key=ChunkKey(bytes.fromhex(text("key", _HEX64))),
         parent=ChunkKey(bytes.fromhex(text("parent", _HEX64))),
-        depth=number("depth", 0, 0xFFFF_FFFF),
+        depth=number("depth", 0, MAX_DEPTH),
         num_tokens=num_tokens,
         chunk_tokens=chunk_tokens,
         part=part,
@@ -328,7 +363,7 @@ def _parse_meta(metadata: dict[str, str]) -> ShardMeta:
         head_dim_k=int(dims[0]),
         head_dim_v=int(dims[1]),
         nonce=text("nonce", _HEX16),
-        created_ms=number("created", 0, 1 << 53),
+        created_ms=number("created", 0, MAX_INTEGER),
         writer=metadata.get("lmcache.writer", ""),
         encoding=EncodingInfo.from_json(metadata.get("lmcache.encoding", "")),
         producer=optional_object("producer"),

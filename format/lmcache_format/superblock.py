@@ -66,9 +66,10 @@ class Superblock:
         return dump_canonical(fields, error=SuperblockError)
 
     @classmethod
-    def from_json(cls, data: bytes) -> Superblock:
-        """Read and check a superblock. Damage raises `SuperblockError` or `ChecksumMismatch`, a newer version
-        `UnsupportedVersion`."""
+    def from_json(cls, data: bytes, generation: int | None = None) -> Superblock:
+        """Read and check a superblock; `generation`, where given, is the one its path says.
+
+        Damage raises `SuperblockError` or `ChecksumMismatch`, a newer version `UnsupportedVersion`."""
         if len(data) > MAX_SUPERBLOCK_BYTES:
             raise SuperblockError(
                 "superblock is too long", expected=f"at most {MAX_SUPERBLOCK_BYTES} bytes", found=len(data)
@@ -82,7 +83,10 @@ class Superblock:
             raise UnsupportedVersion(
                 "store is of a newer format", expected=f"version {VERSION} or older", found=version
             )
-        return cls._from_dict(value)
+        block = cls._from_dict(value)
+        if generation is not None and block.generation != generation:
+            raise SuperblockError("superblock lies under another name", expected=generation, found=block.generation)
+        return block
 
     @classmethod
     def _from_dict(cls, value: dict[str, Any]) -> Superblock:
