@@ -13,7 +13,7 @@
         ├── RootChanged the store's directory went away or was replaced under an open back-end
         └── CircuitOpen not tried: the back-end failed too often a moment ago
 
-`Unavailable.transient` says whether trying again can help; it is false for its three subclasses and for refused permissions.
+`Unavailable.transient` says whether trying again can help: not for its three subclasses, nor for refused permissions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BackendError(Exception):
 
 
 class BadName(BackendError):
-    """The name is refused: components are `[a-z0-9._-]`, at most 255 bytes, never `.` or `..`, and the whole is relative."""
+    """The name is refused: it must be relative, of components `[a-z0-9._-]`, at most 255 bytes, not `.` or `..`."""
 
 
 class NotFound(BackendError):

@@ -1,7 +1,7 @@
 """The one interface between the store and any place that keeps bytes.
 
 An object is immutable: it appears whole, under one name, and never changes. Names are relative, "/"-separated, with
-components of `[a-z0-9._-]` (`CACHEDIR.TAG` excepted). Every method blocks and may be called from several threads at once.
+components of `[a-z0-9._-]` (`CACHEDIR.TAG` excepted). Every method blocks and may be called from several threads.
 Errors are those of `errors.py`; a method that lists none raises `BadName` and `Unavailable` alone.
 """
 
@@ -54,7 +54,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One object, or one sub-prefix in a flat listing (then the name ends with "/", the size is 0, the version empty)."""
+    """One object; or a sub-prefix in a flat listing: its name ends with "/", its size is 0, its version empty."""
 
     name: str
     size_bytes: int
@@ -89,14 +89,16 @@ class ReadHandle(Protocol):
     def block_bytes(self) -> int:
         """Best size of one `read_into` for a reader that checks bytes as they come.
 
-        Some 256 KiB where they are in memory already (a block then stays in the CPU's cache), several MiB where every call waits for a device.
+        Some 256 KiB where they are in memory already (a block then stays in the CPU's cache), several MiB where every
+        call waits for a device.
         """
         ...
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill all `buffers`, in order, with the bytes from `offset` on; writable, contiguous, of bytes, owned by the caller.
+        """Fill all `buffers`, in order, with the bytes from `offset` on.
 
-        Raises ShortRead if the object ends before they are full, Unavailable; then their content is unspecified.
+        The buffers are the caller's: writable, contiguous, format "B". Raises ShortRead if the object ends before they
+        are full, Unavailable; then their content is unspecified.
         """
         ...
 
@@ -136,9 +138,9 @@ class Backend(Protocol):
     ) -> ObjectInfo:
         """Publish the concatenated parts as one object, whole or not at all.
 
-        The parts are read until the call returns or raises and not after; they must not change meanwhile. With `if_absent` an
-        object that is there stays (AlreadyExists), otherwise it is replaced atomically. Raises AlreadyExists, NoSpace, Unavailable
-        (then the object may have been published all the same, but never in part).
+        The parts are read until the call returns or raises and not after; they must not change meanwhile. With
+        `if_absent` an object that is there stays (AlreadyExists), otherwise it is replaced atomically. Raises
+        AlreadyExists, NoSpace, Unavailable (then the object may have been published all the same, but never in part).
         """
         ...
 
@@ -147,10 +149,11 @@ class Backend(Protocol):
         ...
 
     def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
-        """Everything below the prefix (a whole number of components; "" is the root), foreign files included, in no order.
+        """Everything below the prefix (whole components; "" is the root), foreign files included, in no order.
 
-        Complete or raises Unavailable, possibly after some items: conclude nothing before it ended. Objects that come or go
-        meanwhile may or may not be seen. `recursive=False` yields the next level only, deeper ones as sub-prefixes.
+        Complete or raises Unavailable, possibly after some items: conclude nothing before it ended. Objects that come
+        or go meanwhile may or may not be seen. `recursive=False` yields the next level only, deeper ones as
+        sub-prefixes.
         """
         ...
 
@@ -167,7 +170,7 @@ class Backend(Protocol):
         ...
 
     def sync_names(self) -> None:
-        """Make durable the names of all earlier puts with Durability.DATA: one batched FULL, cheaper than one by one."""
+        """Make durable the names of all earlier puts with Durability.DATA: FULL for many at once, at less cost."""
         ...
 
     def collect_staging(self, *, older_than_ms: int) -> int:
