@@ -71,8 +71,8 @@ def identify(
 
     `name` replaces the readable name the configuration records. `dtype` is the type to compute and cache in, by default
     the one the model was saved in. `revision` picks a snapshot of a hub name; being a full commit, it also stands for
-    weights that are not on this machine. `adapter` is a LoRA adapter's directory. `cache_dir` remembers file digests and
-    results, so that a second call takes milliseconds and imports neither torch nor transformers.
+    weights that are not on this machine. `adapter` is a LoRA adapter's directory. `cache_dir` remembers file digests
+    and results, so that a second call takes milliseconds and imports neither torch nor transformers.
 
     Raises `ModelNotFound`, `UnsupportedModel`, `AdapterError`, and `UnverifiedWeights` where weights can be identified
     by name only, unless `allow_unverified`.
@@ -166,9 +166,9 @@ def _weights_by_revision(directory: Path, name: str, revision: str | None, allow
     if allow_unverified:
         return f"unverified:{name}"
     raise UnverifiedWeights(
-        f"{directory} holds no weights ({', '.join(('*.safetensors', '*.bin'))}), so that KV computed elsewhere under the "
-        f"name {name!r} cannot be told from another model's; give the 40-digit commit it was made from as revision, "
-        "or allow unverified weights"
+        f"{directory} holds no weights (such as *.safetensors), so that KV computed elsewhere under the name {name!r} "
+        "cannot be told from another model's; give the 40-digit commit it was made from as revision, or allow "
+        "unverified weights"
     )
 
 
