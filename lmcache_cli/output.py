@@ -29,6 +29,7 @@ _FLUSH_CHARACTERS = 64 * 1024
 _FLUSH_INTERVAL_S = 1.0
 _ROWS_A_TABLE = 1000
 _BAR_INTERVAL_S = 0.1
+_LEAST_CELL_COLUMNS = 12
 
 
 def prepare_streams() -> None:
@@ -295,16 +296,17 @@ def _terminal_table(stream: TextIO, rows: Sequence[dict[str, JsonValue]], column
         table.add_column(Text(heading(key)), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell(key, row[key])) for key in columns))
-    console = _terminal(stream)
+    console = _terminal(stream, least_columns=_LEAST_CELL_COLUMNS * len(columns))
     with console.capture() as capture:
         console.print(table)
     return capture.get().rstrip("\n")
 
 
-def _terminal(stream: TextIO) -> "Console":
+def _terminal(stream: TextIO, *, least_columns: int = 40) -> "Console":
     from rich.console import Console
 
-    return Console(file=stream, width=get_terminal_size().columns, markup=False, emoji=False, highlight=False)
+    width = max(get_terminal_size().columns, least_columns)
+    return Console(file=stream, width=width, markup=False, emoji=False, highlight=False)
 
 
 def _json_record(kind: str, fields: dict[str, JsonValue]) -> str:

@@ -1,0 +1,88 @@
+"""Runs the command line as people, pipes and cron do: in a process of its own, and looks at the bytes."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+FAKE_PROGRAM = Path(__file__).with_name("fake_program.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """How a process ended: its exit code (negative when a signal killed it) and what it printed."""
+
+    code: int
+    stdout: bytes
+    stderr: bytes
+
+    @property
+    def lines(self) -> list[bytes]:
+        return self.stdout.splitlines()
+
+
+class Runner(Protocol):
+    def __call__(self, *arguments: str | bytes | Path, env: Mapping[str, str] | None = None) -> Ran: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A command line in its own folder, with nothing of ours in its environment."""
+
+    command: Sequence[str]
+    folder: Path
+
+    def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+        config_home = str(self.folder / "config-home")
+        return {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8", "XDG_CONFIG_HOME": config_home, **(extra or {})}
+
+    def start(
+        self, *arguments: str | bytes | Path, env: Mapping[str, str] | None = None, **streams: int
+    ) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*self.command, *arguments],
+            cwd=self.folder,
+            env=self.environment(env),
+            stdin=subprocess.DEVNULL,
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
+        )
+
+    def __call__(self, *arguments: str | bytes | Path, env: Mapping[str, str] | None = None) -> Ran:
+        """Without any terminal, as in a pipe or under cron."""
+        process = self.start(*arguments, env=env)
+        stdout, stderr = process.communicate(timeout=60)
+        return Ran(process.returncode, stdout, stderr)
+
+    def on_terminal(self, *arguments: str | bytes | Path, env: Mapping[str, str] | None = None) -> Ran:
+        """With stdout and stderr on one terminal; everything comes back as `stdout`."""
+        ours, theirs = pty.openpty()
+        process = self.start(*arguments, env={"TERM": "xterm", **(env or {})}, stdout=theirs, stderr=theirs)
+        os.close(theirs)
+        printed = b""
+        try:
+            while block := os.read(ours, 65536):
+                printed += block
+        except OSError:  # the terminal is gone when the last process that held it is
+            pass
+        os.close(ours)
+        return Ran(process.wait(timeout=60), printed, b"")
+
+
+@pytest.fixture
+def lmcache(tmp_path: Path) -> Program:
+    """The real command line."""
+    return Program([sys.executable, "-m", "lmcache_cli"], tmp_path)
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Program:
+    """The real command line with one command more, `fake`, that prints, waits and fails as told."""
+    return Program([sys.executable, str(FAKE_PROGRAM), "fake"], tmp_path)

@@ -1,0 +1,89 @@
+"""C48: signals at any time end a command with its code, in order, without a traceback and without leftovers."""
+
+import json
+import signal
+import time
+
+import pytest
+
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+
+
+def _await_warning(process):
+    """Returns once the command says that it sleeps."""
+    for line in process.stderr:
+        if b"sleeping" in line:
+            return
+
+
+@pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
+def test_a_signal_ends_the_command_in_order(fake, number):
+    process = fake.start("--sleep", "30")
+    _await_warning(process)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=10)
+    assert process.returncode == CODES[number]
+    assert b"Traceback" not in stderr
+    assert f"stopped by {number.name}".encode() in stderr
+    assert not (fake.folder / "staging").exists()
+
+
+def test_json_is_valid_and_says_how_it_ended(fake):
+    process = fake.start("--sleep", "30", "--rows", "5", "--json")
+    _await_warning(process)
+    process.send_signal(signal.SIGTERM)
+    stdout, _ = process.communicate(timeout=10)
+    records = [json.loads(line) for line in stdout.splitlines()]
+    assert len(records) == 6
+    assert records[-1]["exit_code"] == 143
+
+
+def test_a_second_ctrl_c_waits_for_the_tidying_up(fake):
+    process = fake.start("--sleep", "30", "--tidy", "1")
+    _await_warning(process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert b"still tidying up" in stderr
+    assert not (fake.folder / "staging").exists()
+
+
+def test_a_third_ctrl_c_stops_at_once(fake):
+    process = fake.start("--sleep", "30", "--tidy", "30")
+    _await_warning(process)
+    for _ in range(3):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    process.communicate(timeout=10)
+    assert process.returncode == 130
+
+
+def test_a_signal_that_was_ignored_stays_ignored(fake):
+    import subprocess
+
+    shell = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh", *fake.command, "--sleep", "1"]
+    process = subprocess.Popen(shell, cwd=fake.folder, env=fake.environment(), stdout=-1, stderr=-1)
+    _await_warning(process)
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=10)
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_a_signal_at_any_time_leaves_whole_lines(fake, number, flags):
+    for attempt in range(6):
+        process = fake.start("--rows", "200000", *flags)
+        time.sleep(0.03 + 0.05 * attempt)
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=30)
+        # Before Python has read our first line a signal does what it does to any program.
+        assert process.returncode in (CODES[number], -number), stderr
+        if process.returncode == CODES[number]:
+            assert b"Traceback" not in stderr
+        assert stdout == b"" or stdout.endswith(b"\n")
+        for line in stdout.splitlines() if flags else ():
+            json.loads(line)
+        assert not (fake.folder / "staging").exists()
