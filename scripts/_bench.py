@@ -141,7 +141,10 @@ def finish(rows: Iterable[Row], *, as_json: bool) -> int:
         print(table(seen))
     missed = [each for each in seen if each.holds is False]
     for each in missed:
-        print(f"bar missed: {each.bench} / {each.case}: {_figure(each.value)} {each.unit}, wanted {each.bar}", file=sys.stderr)
+        print(
+            f"bar missed: {each.bench} / {each.case}: {_figure(each.value)} {each.unit}, wanted {each.bar}",
+            file=sys.stderr,
+        )
     return EXIT_BAR_MISSED if missed else 0
 
 

@@ -1,0 +1,42 @@
+"""Encodings of stored tensors (SPEC §9, encodings.md): one file an encoding, found by name.
+
+    encoding = get_encoding("bfx")
+    stored = encoding.encode_many(chunk_bytes, specs)          # one byte string a tensor
+    encoding.decode_many(stored, specs, out)                   # into the caller's uint8 array
+
+An encoding module defines `ENCODINGS`, a tuple of instances; naming the module here is all it takes to add one.
+May import numpy, zstandard and the rest of `lmcache_format`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lmcache_format.encodings import bfx, raw
+from lmcache_format.encodings.protocol import Bytes, Encoding, Parameters
+from lmcache_format.errors import UnsupportedVersion
+
+__all__ = ["Bytes", "Encoding", "Parameters", "encoding_names", "get_encoding"]
+
+_MODULES = (raw, bfx)
+_BY_NAME: Mapping[str, Encoding] = {encoding.name: encoding for module in _MODULES for encoding in module.ENCODINGS}
+
+
+def encoding_names() -> tuple[str, ...]:
+    """All names this release reads and writes."""
+    return tuple(_BY_NAME)
+
+
+def get_encoding(name: str, parameters: Mapping[str, object] | None = None) -> Encoding:
+    """The encoding called `name`; `parameters`, where given, are those a shard recorded.
+
+    Raises `UnsupportedVersion` for a name or parameters of another release: such a shard is a miss, not damage.
+    """
+    encoding = _BY_NAME.get(name)
+    if encoding is None:
+        raise UnsupportedVersion("unknown encoding", expected=f"one of {', '.join(_BY_NAME)}", found=repr(name)[:80])
+    if parameters is not None and dict(parameters) != dict(encoding.parameters()):
+        raise UnsupportedVersion(
+            "unknown encoding parameters", where=name, expected=dict(encoding.parameters()), found=dict(parameters)
+        )
+    return encoding
