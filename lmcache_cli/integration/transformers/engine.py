@@ -50,12 +50,15 @@ class TransformersEngine:
         device: str = "cpu",
         attention: str = "sdpa",
     ) -> TransformersEngine:
-        """Load the model of `directory` in the identity's dtype. `attention` is transformers' name of an implementation."""
+        """Load the model of `directory` in the identity's dtype.
+
+        `attention` is transformers' name of an implementation. Raises `UnsupportedModel` and `GeometryMismatch`.
+        """
         if identity.adapter is not None:
             raise UnsupportedModel("this version computes KV of models without adapters; merge the adapter first")
         if identity.dtype not in TORCH_DTYPES:
             raise UnsupportedModel(f"transformers does not cache in {identity.dtype}; use BF16, F16 or F32")
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=TORCH_DTYPES[identity.dtype],
             attn_implementation=attention,

@@ -1,7 +1,8 @@
 """A hit turned into a transformers cache: build it, fill it, continue from it.
 
-    with a store's chunks       cache = ReusableCache(identity, prompt_tokens); cache.add(num_tokens, data) for each chunk
-    straight from files         slabs = cache.next_slabs(num_tokens); read into them; cache.accept(num_tokens)
+    make                        cache = ReusableCache(identity, prompt_tokens)
+    from a store's chunks       cache.add(num_tokens, data) for each
+    or straight from files      slabs = cache.next_slabs(num_tokens); read into them; cache.accept(num_tokens)
     then                        model.generate(cache.input_ids, past_key_values=cache.past_key_values, …)
 
 A cache never covers its whole prompt: transformers would then have no token to compute, and goes on with wrong text
