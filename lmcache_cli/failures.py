@@ -33,7 +33,8 @@ def explain(error: BaseException) -> Failure:
         case typer.Abort():
             return Failure("stopped at a question", "pass --yes to answer it beforehand", ExitCode.REFUSED)
     if (rule := _rule_for(type(error))) is not None:
-        return Failure(_text(error), rule.next_step, rule.exit_code)
+        next_step = getattr(error, "next_step", "") or rule.next_step
+        return Failure(_text(error), next_step, rule.exit_code)
     match error:
         case OSError(strerror=str(reason)):
             return Failure(f"{_names(error)}{reason}", "", ExitCode.ERROR)
@@ -70,8 +71,16 @@ class _Rule:
     next_step: str = ""
 
 
-# By qualified name, so that explaining a misspelt option does not import numpy. The narrowest class decides.
+# By qualified name, so that explaining a misspelt option does not import numpy. The narrowest class decides; a next
+# step that the error itself knows goes before the one given here.
 _RULES = {
+    "lmcache_cli.store.errors.NoStore": _Rule(ExitCode.NO_STORE, "run 'lmcache init' to make one"),
+    "lmcache_cli.store.errors.StoreTooNew": _Rule(ExitCode.TOO_NEW, "update lmcache-toolkit"),
+    "lmcache_cli.store.errors.StoreDamaged": _Rule(ExitCode.DAMAGE, "run 'lmcache doctor'"),
+    "lmcache_cli.store.errors.StoreExists": _Rule(ExitCode.REFUSED),
+    "lmcache_cli.store.errors.NoSuchNamespace": _Rule(ExitCode.REFUSED, "run 'lmcache ls' to see the namespaces"),
+    "lmcache_cli.store.errors.Refused": _Rule(ExitCode.REFUSED),
+    "lmcache_cli.store.errors.StoreError": _Rule(ExitCode.ERROR, "run 'lmcache doctor' to check the store"),
     "lmcache_format.errors.UnsupportedVersion": _Rule(ExitCode.TOO_NEW, "update lmcache-toolkit"),
     "lmcache_format.errors.FormatError": _Rule(ExitCode.DAMAGE, "run 'lmcache verify' to see what is damaged"),
     "lmcache_cli.backends.errors.Unsupported": _Rule(

@@ -10,6 +10,7 @@ import io
 import itertools
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -84,6 +85,7 @@ class Output:
         self._stdout = stdout or sys.stdout
         self._stderr = stderr or sys.stderr
         self._clock = clock
+        self._lock = threading.RLock()  # workers count and warn while the command prints
         self._pending: list[str] = []
         self._pending_characters = 0
         self._flushed_s = clock()
@@ -205,14 +207,15 @@ class Output:
         return num_rows
 
     def _print_line(self, line: str) -> None:
-        self._pending.append(line + "\n")
-        self._pending_characters += len(line) + 1
+        with self._lock:
+            self._pending.append(line + "\n")
+            self._pending_characters += len(line) + 1
         if self._pending_characters >= _FLUSH_CHARACTERS or self._clock() - self._flushed_s >= _FLUSH_INTERVAL_S:
             self._flush()
 
     def _flush(self) -> None:
         """Writes whole lines: an interruption waits until they are out."""
-        with self._interruption.held():
+        with self._lock, self._interruption.held():
             text = "".join(self._pending)
             self._pending.clear()
             self._pending_characters = 0
@@ -231,14 +234,15 @@ class Output:
             raise OutputFailed(f"cannot write to standard output: {error.strerror}") from error
 
     def _talk(self, line: str) -> None:
-        if self._pending:
-            self._flush()
-        try:
-            with self._bar.hidden() if self._bar else nullcontext():
-                self._stderr.write(line + "\n")
-                self._stderr.flush()
-        except OSError:
-            pass  # nobody listens; what the command does must not depend on it
+        with self._lock:
+            if self._pending:
+                self._flush()
+            try:
+                with self._bar.hidden() if self._bar else nullcontext():
+                    self._stderr.write(line + "\n")
+                    self._stderr.flush()
+            except OSError:
+                pass  # nobody listens; what the command does must not depend on it
 
     def _talk_of(self, meter: Meter) -> None:
         self._talk(printable(f"{meter.label}: {meter.counts()}"))

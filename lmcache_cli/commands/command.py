@@ -1,6 +1,7 @@
 """What every command has: the options in common, examples and exit codes in its help, one way to end."""
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -124,7 +125,9 @@ def _run(
 ) -> ExitCode:
     interruption = context.obj if isinstance(context.obj, Interruption) else Interruption()
     output = Output(context.command_path, json_lines=common.json_lines, quiet=common.quiet, interruption=interruption)
+    log = _LogToOutput(output)
     try:
+        logging.getLogger("lmcache").addHandler(log)
         settings = load_settings(_flags(common))
         output.progress_style = settings.progress
         exit_code = function(Session(settings, output), **arguments)
@@ -132,7 +135,20 @@ def _run(
     except BaseException as error:  # noqa: BLE001 — the boundary, where an error becomes a message
         debug = common.debug or debug_requested(())
         return report(error, output, debug=debug)
+    finally:
+        logging.getLogger("lmcache").removeHandler(log)
     return exit_code
+
+
+class _LogToOutput(logging.Handler):
+    """What the packages below log as a warning is a warning of the command."""
+
+    def __init__(self, output: Output) -> None:
+        super().__init__(logging.WARNING)
+        self._output = output
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._output.warning(record.getMessage())
 
 
 def _flags(common: CommonOptions) -> dict[str, str | bool | None]:

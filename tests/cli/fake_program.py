@@ -1,5 +1,6 @@
 """The command line with one command more, `fake`, which does what its options say and nothing else."""
 
+import logging
 import sys
 import time
 from pathlib import Path
@@ -53,6 +54,8 @@ def fake(
             for _ in range(steps):
                 time.sleep(0.02)
                 meter.advance()
+        if code:
+            logging.getLogger("lmcache.store").warning("segment \x1b damaged")
         if sleep_s:
             session.output.warning("sleeping")
             time.sleep(sleep_s)

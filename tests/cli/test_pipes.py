@@ -124,3 +124,7 @@ def test_closed_streams_do_not_change_the_exit_code(fake, closed, code):
     ran = subprocess.run(shell, cwd=fake.folder, env=fake.environment(), capture_output=True, check=False)
     assert ran.returncode == int(code)
     assert b"Traceback" not in ran.stderr
+
+
+def test_warnings_of_the_packages_below_are_warnings_of_the_command(fake):
+    assert rb"warning: segment \x1b damaged" in fake("--code", "3", "--quiet").stderr
