@@ -1,0 +1,691 @@
+"""A namespace of a store: match prompts, read chunks, write chunks.
+
+Any doubt on read is a miss, counted and logged once; `match` changes nothing in the store; a shard counts as present
+when it lies under its name with a sound header, whether or not the index has heard of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from enum import Enum
+from types import TracebackType
+from typing import Any, Self
+
+from lmcache_cli.backends import Backend, BackendError, Durability, NotFound, ObjectInfo
+from lmcache_format.encodings import get_encoding
+from lmcache_format.errors import BadName, FormatError, KeyInputError, UnsupportedVersion
+from lmcache_format.geometry import Part, check_part, whole_part
+from lmcache_format.identity import Identity
+from lmcache_format.keys import (
+    ChunkKey,
+    KeyList,
+    MultimodalItem,
+    Tokens,
+    chunk_extras,
+    chunk_keys,
+    next_key,
+    root_key,
+    token_words,
+)
+from lmcache_format.names import ShardName, chunk_directory, new_nonce, new_writer_id
+from lmcache_format.segment import Label, RemoveReason, Segment, key_number
+from lmcache_format.shard import RAW, EncodingInfo, ShardHeader, ShardMeta
+
+from .chunk import ChunkBuffer
+from .coverage import pick
+from .errors import Refused
+from .events import Event, Events
+from .manifest import (
+    COMPACT_ABOVE_SEGMENTS,
+    DAY_MS,
+    DEFAULT_GRACE_MS,
+    Manifest,
+    Pending,
+    Remove,
+    combine,
+    segment_of_pending,
+)
+from .reading import Fault, ReadFault, Wanted, as_fault, check_wanted, read_header, read_part
+from .state import Entry, State, empty_state
+from .view import View
+from .writing import build_shard, entry_of, put_shard
+
+_REBUILD_ABOVE_RECENT = 4096
+_ADOPTION_TRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRef:
+    """One chunk of a match: enough to find it, and to know it when it is found."""
+
+    key: ChunkKey
+    parent: ChunkKey
+    depth: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest present prefix of a prompt: `num_tokens` tokens in full chunks (`keys`) and perhaps a tail.
+
+    `parent` is the root key. A match is a promise of nothing: a chunk may be gone, or found damaged, when it is read.
+    """
+
+    num_tokens: int
+    keys: KeyList
+    parent: ChunkKey
+    chunk_tokens: int
+    tail: ChunkRef | None = None
+
+    def chunks(self) -> list[ChunkRef]:
+        """All chunks in order."""
+        refs = []
+        parent = self.parent
+        for depth, key in enumerate(self.keys):
+            refs.append(ChunkRef(key, parent, depth, self.chunk_tokens))
+            parent = key
+        return refs if self.tail is None else [*refs, self.tail]
+
+    def up_to(self, num_tokens: int) -> Match:
+        """The match without the chunks that reach beyond `num_tokens` tokens."""
+        if num_tokens >= self.num_tokens:
+            return self
+        full = min(len(self.keys), num_tokens // self.chunk_tokens)
+        return replace(self, num_tokens=full * self.chunk_tokens, keys=self.keys.first(full), tail=None)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """`num_tokens` and `num_chunks` were read and verified, from the first on; `fault` tells why not all."""
+
+    num_tokens: int
+    num_chunks: int
+    bytes_read: int
+    fault: ReadFault | None = None
+
+
+class PutStatus(Enum):
+    """What became of a chunk that was to be written."""
+
+    STORED = "stored"
+    PRESENT = "present"
+    ADOPTED = "adopted"
+    REPLACED = "replaced"
+
+
+@dataclass(frozen=True, slots=True)
+class WriterOptions:
+    """How a namespace writes. `producer` is recorded in every shard, for people; `encoding` names a codec;
+    `flush_after_chunks` and `flush_after_s` bound what of the index a crash can lose (shards it cannot)."""
+
+    durability: Durability = Durability.NONE
+    encoding: str = RAW
+    producer: Mapping[str, Any] | None = None
+    keep_tokens: bool = False
+    flush_after_chunks: int = 512
+    flush_after_s: float = 10.0
+    grace_ms: int = DEFAULT_GRACE_MS
+
+
+class Namespace:
+    """One identity's chunks in a store. Methods may be called from several threads; close it, or use `with`.
+
+    `need` is the part this reader wants (all layers and heads by default); a chunk is present when the readable shards
+    cover it. Lossy encodings are readable only with `allow_lossy`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        identity: Identity,
+        *,
+        need: Part | None = None,
+        allow_lossy: bool = False,
+        writer: WriterOptions | None = None,
+        events: Events | None = None,
+        reader_threads: int = 3,
+        refresh_interval_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.identity = identity
+        self.fingerprint = identity.fingerprint
+        self.need = need or whole_part(identity)
+        check_part(identity, self.need)
+        self.events = events or Events()
+        self._backend = backend
+        self._options = writer or WriterOptions()
+        self._allow_lossy = allow_lossy
+        self._lock = threading.RLock()
+        self._manifest = Manifest(backend, self.fingerprint, self.events)
+        self._state = empty_state()
+        self._unmerged: list[Segment] = []
+        self._pending = Pending()
+        self._pending_since = 0.0
+        self._writer_id = new_writer_id()
+        self._view = self._build_view()
+        self._clock = clock
+        self._refresh_interval_s = refresh_interval_s
+        self._refreshed_at = -float("inf")
+        self._readers = ThreadPoolExecutor(reader_threads, thread_name_prefix="lmcache-read")
+        self._can_probe = backend.capabilities.cheap_stat
+        self.refresh()
+
+    # ---- match ------------------------------------------------------------------------------------------------
+
+    def root(self, salt: str | bytes | None = None) -> ChunkKey:
+        """Parent of every first chunk of a tenant (`salt`); None and the empty salt are the same."""
+        return root_key(self.fingerprint, salt)
+
+    def match(
+        self,
+        tokens: Tokens,
+        *,
+        salt: str | bytes | None = None,
+        items: Sequence[MultimodalItem] = (),
+        tails: bool = True,
+    ) -> Match:
+        """The longest present prefix of `tokens` (ids, 0 … 2^32-1). Changes nothing in the store.
+
+        `items` are the images and the like whose placeholders are among the tokens. Raises `KeyInputError` for ids that
+        are none. A back-end that does not answer makes the match shorter, never an exception.
+        """
+        words = token_words(tokens)
+        chunk_tokens = self.identity.chunk_tokens
+        root = self.root(salt)
+        extras = None
+        if items:
+            starts = range(0, len(words) - chunk_tokens + 1, chunk_tokens)
+            extras = [chunk_extras(items, start, chunk_tokens) for start in starts]
+        keys = chunk_keys(root, words, chunk_tokens, extras)
+        count = self.match_keys(keys)
+        keys = keys.first(count)
+        start = count * chunk_tokens
+        tail = self._match_tail(keys[-1] if count else root, count, words[start:], items, start) if tails else None
+        num_tokens = start + (tail.num_tokens if tail else 0)
+        self.events.count(Event.HIT if num_tokens else Event.MISS)
+        return Match(num_tokens, keys, root, chunk_tokens, tail)
+
+    def match_keys(self, keys: KeyList) -> int:
+        """How many chunks, from the first on, are present."""
+        with self._lock:
+            count = self._view.match(keys)
+            if count == len(keys):
+                return count
+            if self._refresh_if_due():
+                count = self._view.match(keys)
+            while self._can_probe and count < len(keys) and self._adopt(keys[count]):
+                count = self._view.match(keys)
+            return count
+
+    def _match_tail(
+        self, parent: ChunkKey, depth: int, words: Any, items: Sequence[MultimodalItem], start: int
+    ) -> ChunkRef | None:
+        if not len(words):
+            return None
+        with self._lock:
+            for entry in self._view.tails(parent):
+                count = entry.num_tokens
+                if count > len(words) or entry.depth != depth:
+                    continue
+                key = next_key(parent, words[:count], chunk_extras(items, start, count))
+                if key[:16] == entry.key and self._view.is_present(key):
+                    return ChunkRef(key, parent, depth, count)
+        return None
+
+    # ---- read -------------------------------------------------------------------------------------------------
+
+    def buffer(self, num_tokens: int | None = None, part: Part | None = None) -> ChunkBuffer:
+        """A new buffer for a chunk of `num_tokens` tokens (a full one by default). Reuse it where you can."""
+        return ChunkBuffer(self.identity, part or self.need, num_tokens or self.identity.chunk_tokens)
+
+    def read(self, chunks: Sequence[ChunkRef], out: Sequence[ChunkBuffer]) -> ReadResult:
+        """Read chunks into buffers (one each, of this namespace's part, the caller's), several at a time.
+
+        Blocks. Every byte counted in the result was verified; buffers beyond `num_chunks` hold unspecified bytes. Never
+        raises for what is found in the store: a chunk that cannot be read ends the result, and is handled by its kind:
+        missing ones leave the index, damaged ones go to quarantine, unreachable ones stay.
+        """
+        if len(out) < len(chunks):
+            raise Refused(f"{len(chunks)} chunks need as many buffers, got {len(out)}")
+        for chunk, buffer in zip(chunks, out, strict=False):
+            if buffer.num_tokens != chunk.num_tokens or buffer.identity != self.identity:
+                raise Refused(f"buffer is for {buffer.num_tokens} tokens, the chunk has {chunk.num_tokens}")
+        outcomes = list(self._readers.map(self._read_guarded, chunks, out))
+        good = 0
+        while good < len(chunks) and not isinstance(outcomes[good], ReadFault):
+            good += 1
+        fault = outcomes[good] if good < len(chunks) else None
+        done = [size for size in outcomes[:good] if isinstance(size, int)]
+        self.events.count(Event.BYTES_READ, sum(done))
+        self._touch(chunks[:good])
+        num_tokens = sum(chunk.num_tokens for chunk in chunks[:good])
+        return ReadResult(num_tokens, good, sum(done), fault if isinstance(fault, ReadFault) else None)
+
+    def load(self, match: Match) -> tuple[list[ChunkBuffer], ReadResult]:
+        """Read a whole match into new buffers; those that were read and verified are returned."""
+        chunks = match.chunks()
+        buffers = [self.buffer(chunk.num_tokens) for chunk in chunks]
+        result = self.read(chunks, buffers)
+        return buffers[: result.num_chunks], result
+
+    def _read_guarded(self, chunk: ChunkRef, out: ChunkBuffer) -> int | ReadFault:
+        try:
+            return self._read_chunk(chunk, out)
+        except ReadFault as fault:
+            return fault
+
+    def _read_chunk(self, chunk: ChunkRef, out: ChunkBuffer) -> int:
+        """One chunk from whatever shards hold it; a faulty shard is dealt with and the others are tried."""
+        last: ReadFault | None = None
+        for _ in range(_ADOPTION_TRIES):
+            with self._lock:
+                entries = self._view.entries(chunk.key)
+            pieces = pick([entry.part for entry in entries], out.part)
+            if not _is_whole(pieces, out.part):
+                break
+            try:
+                return sum(self._read_piece(chunk, entries[number], piece, out) for number, piece in pieces)
+            except ReadFault as fault:
+                last = fault
+                if fault.fault in (Fault.UNAVAILABLE, Fault.TOO_NEW):
+                    break
+        raise last or ReadFault(Fault.MISSING, self._path(chunk.key), "no shard covers the layers and heads needed")
+
+    def _read_piece(self, chunk: ChunkRef, entry: Entry, piece: Part, out: ChunkBuffer) -> int:
+        wanted = self._wanted(chunk, entry)
+        try:
+            return read_part(self._backend, wanted, piece, out)
+        except ReadFault as fault:
+            if fault.fault is not Fault.DAMAGED:
+                self._handle_fault(fault, wanted, entry)
+                raise
+        try:  # once more: a fault on the way from the device must not condemn what lies on it
+            return read_part(self._backend, wanted, piece, out)
+        except ReadFault as fault:
+            self._handle_fault(fault, wanted, entry)
+            raise
+
+    def _wanted(self, chunk: ChunkRef, entry: Entry) -> Wanted:
+        return Wanted(
+            self.identity, chunk.key, chunk.num_tokens, chunk.depth, entry.part, entry.encoding, parent=chunk.parent
+        )
+
+    def _handle_fault(self, fault: ReadFault, wanted: Wanted, entry: Entry) -> None:
+        match fault.fault:
+            case Fault.UNAVAILABLE:
+                self.events.problem(Event.READ_UNAVAILABLE, fault.path, fault.reason)
+            case Fault.TOO_NEW:
+                self.events.problem(Event.READ_TOO_NEW, fault.path, fault.reason)
+                self._forget(entry, None)
+            case Fault.MISSING:
+                self.events.problem(Event.READ_MISSING, fault.path, fault.reason)
+                self._forget(entry, RemoveReason.MISSING)
+            case Fault.FOREIGN:
+                self.events.problem(Event.READ_FOREIGN, fault.path, fault.reason)
+                self._condemn(wanted.name, entry)
+            case Fault.DAMAGED:
+                self.events.problem(Event.READ_DAMAGED, fault.path, fault.reason)
+                self._condemn(wanted.name, entry)
+
+    def _condemn(self, name: ShardName, entry: Entry) -> None:
+        """Out of the index, and the object out of the way: kept in quarantine, never deleted here."""
+        self._forget(entry, RemoveReason.DAMAGED)
+        self._quarantine(name)
+
+    def _quarantine(self, name: ShardName) -> bool:
+        for suffix in ("", f".{new_nonce()}"):
+            try:
+                self._backend.move(name.path, name.quarantine_path + suffix)
+            except NotFound:
+                return True
+            except BackendError as problem:
+                last = problem
+                continue
+            self.events.count(Event.QUARANTINED)
+            return True
+        self.events.problem(Event.READ_UNAVAILABLE, name.path, f"cannot be moved to quarantine: {last}")
+        return False
+
+    def _forget(self, entry: Entry, reason: RemoveReason | None) -> None:
+        with self._lock:
+            self._view.drop(entry)
+            self._pending.adds = [add for add in self._pending.adds if add.nonce != entry.nonce]
+            if reason is not None:
+                self._buffer(removes=[Remove(entry, reason, _wall_ms())])
+
+    # ---- write ------------------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        chunk: ChunkBuffer,
+        *,
+        key: ChunkKey,
+        parent: ChunkKey,
+        depth: int,
+        tokens: Tokens | None = None,
+        extras_free: bool = True,
+    ) -> PutStatus:
+        """Commit one chunk: the shard first, the index entry buffered after. Blocks; the buffer is free on return.
+
+        `tokens`, where given, are checked against `key` (unless the chunk has extras: `extras_free=False`) and stored
+        if the options say so. Raises `BackendError` (`NoSpace`, `Unavailable`: nothing of the chunk is visible then),
+        `KeyInputError`, `GeometryError`.
+        """
+        if tokens is not None and extras_free and next_key(parent, tokens) != key:
+            raise KeyInputError(
+                "key is not that of the tokens", expected=next_key(parent, tokens).hex(), found=key.hex()
+            )
+        encoding = get_encoding(self._options.encoding)
+        info = EncodingInfo(encoding.name, encoding.parameters(), encoding.quality, encoding.must_understand)
+        with self._lock:
+            for known in self._view.entries(key):
+                if known.part.covers(chunk.part) and (info.is_lossless or known.encoding == info.label):
+                    self._note_touch(key)
+                    self.events.count(Event.ALREADY_PRESENT)
+                    return PutStatus.PRESENT
+        meta = ShardMeta(
+            fingerprint=self.fingerprint,
+            key=key,
+            parent=parent,
+            depth=depth,
+            num_tokens=chunk.num_tokens,
+            chunk_tokens=self.identity.chunk_tokens,
+            part=chunk.part,
+            dtype=self.identity.dtype,
+            head_dim_k=self.identity.head_dim_k,
+            head_dim_v=self.identity.head_dim_v,
+            nonce=new_nonce(),
+            created_ms=_wall_ms(),
+            writer=self._writer_id,
+            encoding=info,
+            producer=self._options.producer or {},
+            tokens=tuple(map(int, token_words(tokens))) if tokens is not None and self._options.keep_tokens else None,
+        )
+        try:
+            return self._commit(meta, chunk)
+        except BackendError as problem:
+            self.events.problem(Event.STORE_FAILED, type(problem).__name__, problem)
+            raise
+
+    def _commit(self, meta: ShardMeta, chunk: ChunkBuffer) -> PutStatus:
+        parts = build_shard(meta, chunk)
+        size = sum(len(part) for part in parts)
+        status = PutStatus.STORED
+        for _ in range(_ADOPTION_TRIES):
+            entry = put_shard(
+                self._backend, meta, parts, self._options.durability, replace=status is PutStatus.REPLACED
+            )
+            if entry is not None:
+                self._record(entry)
+                self.events.count(Event.REPLACED if status is PutStatus.REPLACED else Event.STORED)
+                self.events.count(Event.BYTES_WRITTEN, size)
+                return status
+            found = self._inspect_existing(meta)
+            if isinstance(found, Entry):
+                self._record(found)
+                self.events.count(Event.ADOPTED)
+                return PutStatus.ADOPTED
+            status = found
+        raise BackendUnsettled(
+            f"{ShardName(meta.fingerprint, meta.key, meta.part, meta.encoding.label).path} keeps changing"
+        )
+
+    def _inspect_existing(self, meta: ShardMeta) -> Entry | PutStatus:
+        """What stands under the name of a shard that was to be written: to be adopted, replaced, or gone by now."""
+        name = ShardName(meta.fingerprint, meta.key, meta.part, meta.encoding.label)
+        wanted = Wanted(
+            self.identity, meta.key, meta.num_tokens, meta.depth, meta.part, meta.encoding.label, parent=meta.parent
+        )
+        try:
+            found = self._read_entry(wanted)
+        except ReadFault as fault:
+            if fault.fault is Fault.MISSING:
+                return PutStatus.STORED
+            if fault.fault in (Fault.UNAVAILABLE, Fault.TOO_NEW):
+                raise BackendUnsettled(f"{fault.path} stands in the way: {fault.reason}") from fault
+            self.events.problem(Event.READ_DAMAGED, fault.path, fault.reason)
+            self._quarantine(name)
+            return PutStatus.STORED
+        with self._lock:
+            is_removed = self._is_removed(found.nonce)
+        return PutStatus.REPLACED if is_removed else found
+
+    def _read_entry(self, wanted: Wanted) -> Entry:
+        path = wanted.name.path
+        try:
+            with self._backend.open_read(path) as handle:
+                header = read_header(handle)
+                check_wanted(header, wanted)
+                return _entry_of_header(header, handle.size)
+        except (BackendError, FormatError) as problem:
+            raise as_fault(path, problem) from problem
+
+    def _record(self, entry: Entry) -> None:
+        with self._lock:
+            self._view.add(entry)
+            self._buffer(adds=[entry])
+            self._note_touch(entry.key)
+            is_due = (
+                len(self._pending.adds) >= self._options.flush_after_chunks
+                or self._clock() - self._pending_since >= self._options.flush_after_s
+            )
+        if is_due:
+            self._flush_quietly()
+
+    def label(self, name: str, key: ChunkKey, num_tokens: int, depth: int) -> None:
+        """Give a name (of a document, say) to the sequence that ends with the chunk `key`."""
+        with self._lock:
+            self._buffer(labels=[Label(key[:16], name, num_tokens, _wall_ms(), depth)])
+
+    def remove(self, entry: Entry, reason: RemoveReason, version: str | None = None) -> None:
+        """Take one shard out of the index. The object is left where it is, for a sweep to delete."""
+        with self._lock:
+            self._view.drop(entry)
+            self._buffer(removes=[Remove(entry, reason, self._backend.now_ms(), version)])
+
+    # ---- index ------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> bool:
+        """Take in what other writers flushed; True if there was anything. A back-end that does not answer is a no."""
+        with self._lock:
+            self._refreshed_at = self._clock()
+            try:
+                segments = self._manifest.refresh()
+            except BackendError as problem:
+                self.events.problem(Event.SEGMENT_LOST, self.fingerprint, problem)
+                return False
+            if segments:
+                self._take_in(segments)
+            return bool(segments)
+
+    def flush(self) -> None:
+        """Write the buffered index entries as a segment; compact when there are many. Raises `BackendError`."""
+        with self._lock:
+            if self._pending:
+                pending, self._pending = self._pending, Pending()
+                segment = segment_of_pending(self.fingerprint, pending, self._writer_id, _wall_ms())
+                try:
+                    self._manifest.write(segment, self._options.durability)
+                except BackendError:
+                    self._pending = pending
+                    raise
+                self._unmerged.append(segment)
+            if self._manifest.live_segments > COMPACT_ABOVE_SEGMENTS:
+                self.compact()
+
+    def compact(self) -> None:
+        """Write the whole index as one segment. Raises `BackendError`; the old segments then stay."""
+        with self._lock:
+            self._take_in(self._manifest.refresh(), rebuild=True)
+            self._manifest.compact(self._state, self._writer_id, self._options.durability, self._options.grace_ms)
+
+    def state(self) -> State:
+        """Everything the index knows, unflushed entries included."""
+        with self._lock:
+            extra = [*self._unmerged, segment_of_pending(self.fingerprint, self._pending, self._writer_id, _wall_ms())]
+            return combine(self._state, self.fingerprint, extra)
+
+    def close(self) -> None:
+        """Flush and let go of threads. A flush that fails is counted; shards are found without it."""
+        self._flush_quietly()
+        self._readers.shutdown(wait=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _flush_quietly(self) -> None:
+        try:
+            self.flush()
+        except BackendError as problem:
+            self.events.problem(Event.FLUSH_FAILED, self.fingerprint, problem)
+            with self._lock:
+                self._pending_since = self._clock()
+
+    def _refresh_if_due(self) -> bool:
+        if not self._can_probe or self._clock() - self._refreshed_at < self._refresh_interval_s:
+            return False
+        return self.refresh()
+
+    def _take_in(self, segments: list[Segment], *, rebuild: bool = False) -> None:
+        self._unmerged += segments
+        recent = sum(len(segment.keys) for segment in self._unmerged)
+        has_removes = any(len(segment.removes) for segment in segments)
+        if rebuild or has_removes or recent > max(_REBUILD_ABOVE_RECENT, len(self._state) // 8):
+            self._state = combine(self._state, self.fingerprint, self._unmerged)
+            self._unmerged = []
+            self._view = self._build_view()
+            return
+        for segment in segments:
+            for entry in _entries(segment):
+                if not self._is_removed(entry.nonce):
+                    self._view.add(entry)
+
+    def _build_view(self) -> View:
+        """A view of the merged state, with what is pending in front of it. A shard this process found to be gone or
+        damaged stays dropped, its remove being pending or flushed."""
+        view = View(self._state, self.need, self._can_read, self.identity.chunk_tokens)
+        gone = {remove.entry.nonce for remove in self._pending.removes}
+        for entry in self._pending.adds:
+            if entry.nonce not in gone:
+                view.add(entry)
+        for remove in self._pending.removes:
+            view.drop(remove.entry)
+        return view
+
+    def _is_removed(self, nonce: str) -> bool:
+        if self._view.is_dropped(nonce):
+            return True
+        number = int(nonce, 16)
+        return any(
+            bool((table["nonce"] == number).any())
+            for table in (self._state.removes, *(segment.removes for segment in self._unmerged))
+            if len(table)
+        )
+
+    def _can_read(self, label: str) -> bool:
+        name, _, quality = label.partition("-")
+        if quality and not self._allow_lossy:
+            return False
+        try:
+            return get_encoding(name).lossless == (not quality) or bool(quality)
+        except UnsupportedVersion:
+            return False
+
+    def _adopt(self, key: ChunkKey) -> bool:
+        """Look for shards of a chunk under their names; True where any was found that the index had not heard of."""
+        try:
+            names = list(self._shard_names(key))
+        except BackendError as problem:
+            self.events.problem(Event.READ_UNAVAILABLE, self._path(key), problem)
+            return False
+        known = {(entry.part, entry.encoding) for entry in self._view.entries(key)}
+        found = [self._adopt_shard(name) for name in names if (name.part, name.encoding) not in known]
+        return any(found)
+
+    def _shard_names(self, key: ChunkKey) -> Iterator[ShardName]:
+        prefix = f"{chunk_directory(self.fingerprint, key)}/{key.hex()}."
+        for info in self._backend.list(chunk_directory(self.fingerprint, key), recursive=False):
+            if info.name.startswith(prefix):
+                try:
+                    yield ShardName.parse(info.name)
+                except BadName:
+                    continue
+
+    def _adopt_shard(self, name: ShardName) -> bool:
+        if not self._can_read(name.encoding):
+            return False
+        try:
+            with self._backend.open_read(name.path) as handle:
+                header = read_header(handle)
+                meta = header.meta
+                wanted = Wanted(self.identity, name.key, meta.num_tokens, meta.depth, name.part, name.encoding)
+                check_wanted(header, wanted)
+                entry = _entry_of_header(header, handle.size)
+        except (BackendError, FormatError):
+            return False
+        if self._is_removed(entry.nonce):
+            return False
+        self._view.add(entry)
+        self._buffer(adds=[entry])
+        self.events.count(Event.ADOPTED)
+        return True
+
+    def _path(self, key: ChunkKey) -> str:
+        return f"{chunk_directory(self.fingerprint, key)}/{key.hex()}"
+
+    # ---- pending ----------------------------------------------------------------------------------------------
+
+    def _buffer(
+        self, *, adds: Sequence[Entry] = (), removes: Sequence[Remove] = (), labels: Sequence[Label] = ()
+    ) -> None:
+        if not self._pending:
+            self._pending_since = self._clock()
+        self._pending.adds += adds
+        self._pending.removes += removes
+        self._pending.labels += labels
+
+    def _touch(self, chunks: Sequence[ChunkRef]) -> None:
+        with self._lock:
+            for chunk in chunks:
+                self._note_touch(chunk.key, hits=1)
+
+    def _note_touch(self, key: bytes, hits: int = 0) -> None:
+        number = key_number(key)
+        day, known = self._pending.touches.get(number, (0, self._known_hits(number)))
+        self._pending.touches[number] = (max(day, _wall_ms() // DAY_MS), known + hits)
+
+    def _known_hits(self, number: int) -> int:
+        touches = self._state.touches
+        at = int(touches["key"].searchsorted(number)) if len(touches) else 0
+        return int(touches["hits"][at]) if at < len(touches) and int(touches["key"][at]) == number else 0
+
+
+class BackendUnsettled(BackendError):
+    """What stands under a shard's name can be neither used nor put out of the way."""
+
+
+def _entry_of_header(header: ShardHeader, size_bytes: int) -> Entry:
+    return entry_of(header.meta, ObjectInfo("", size_bytes, "", 0))
+
+
+def _entries(segment: Segment) -> Iterator[Entry]:
+    state = combine(empty_state(), segment.fingerprint, [segment])
+    return (state.entry(row) for row in range(len(state)))
+
+
+def _is_whole(pieces: Sequence[tuple[int, Part]], need: Part) -> bool:
+    area = sum(piece.num_layers * piece.num_heads for _, piece in pieces)
+    return area == need.num_layers * need.num_heads
+
+
+def _wall_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,326 @@
+"""From a shard on a back-end to verified bytes in a buffer (SPEC §12, read).
+
+Nothing here decides what a fault means for the store; it says what kind it is. A byte counts as read only after the
+checksum over it was found right, which is done block by block while the block is still in the CPU's cache.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+import numpy as np
+
+from lmcache_cli.backends import Backend, BackendError, NotFound, Obstructed, ReadHandle, ShortRead
+from lmcache_cli.backends.buffers import AlignedBuffer
+from lmcache_format.checksums import DIGEST_BYTES, xxh3
+from lmcache_format.dtypes import Dtype
+from lmcache_format.encodings import get_encoding
+from lmcache_format.errors import ChecksumMismatch, FormatError, ShardError, UnsupportedVersion
+from lmcache_format.geometry import Part, TensorSpec, tensors_of
+from lmcache_format.identity import Identity
+from lmcache_format.keys import ChunkKey
+from lmcache_format.names import ShardName
+from lmcache_format.shard import ALIGNMENT, RAW, ShardHeader, header_bytes, parse_header
+
+from .chunk import ChunkBuffer
+
+_FIRST_READ_BYTES = 16_384
+
+
+class Fault(Enum):
+    """Why a shard gave no bytes."""
+
+    MISSING = "missing"
+    DAMAGED = "damaged"
+    FOREIGN = "foreign"
+    TOO_NEW = "too new"
+    UNAVAILABLE = "unavailable"
+
+
+class ReadFault(Exception):
+    """A shard gave no bytes: `fault` says of which kind, `path` and `reason` which and why."""
+
+    def __init__(self, fault: Fault, path: str, reason: object) -> None:
+        super().__init__(f"{path}: {fault.value}: {reason}")
+        self.fault = fault
+        self.path = path
+        self.reason = str(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a shard must say about itself before its bytes may stand for a chunk. `parent` None accepts any."""
+
+    identity: Identity
+    key: ChunkKey
+    num_tokens: int
+    depth: int
+    part: Part
+    encoding: str
+    parent: ChunkKey | None = None
+
+    @property
+    def name(self) -> ShardName:
+        """Where the shard lies."""
+        return ShardName(self.identity.fingerprint, self.key, self.part, self.encoding)
+
+
+def read_part(backend: Backend, wanted: Wanted, piece: Part, out: ChunkBuffer) -> int:
+    """Fill the layers and heads `piece` of `out` from one shard; returns the bytes read from the back-end.
+
+    On return every byte was verified. Raises `ReadFault`; the piece of `out` then holds unspecified bytes.
+    """
+    path = wanted.name.path
+    try:
+        with backend.open_read(path) as handle:
+            header = read_header(handle)
+            check_wanted(header, wanted)
+            if header.meta.encoding.name == RAW:
+                _read_raw(handle, header, piece, out)
+            else:
+                _read_encoded(handle, header, piece, out)
+            return header.file_bytes
+    except (BackendError, FormatError) as problem:
+        raise as_fault(path, problem) from problem
+
+
+def as_fault(path: str, problem: BackendError | FormatError) -> ReadFault:
+    """The kind of fault an error of the layers below means."""
+    match problem:
+        case NotFound():
+            fault = Fault.MISSING
+        case ShortRead() | Obstructed():
+            fault = Fault.DAMAGED
+        case BackendError():
+            fault = Fault.UNAVAILABLE
+        case UnsupportedVersion():
+            fault = Fault.TOO_NEW
+        case ForeignShard():
+            fault = Fault.FOREIGN
+        case _:
+            fault = Fault.DAMAGED
+    return ReadFault(fault, path, problem)
+
+
+class ForeignShard(ShardError):
+    """A sound shard that lies under a name which is not its own."""
+
+
+def read_header(handle: ReadHandle) -> ShardHeader:
+    """The parsed header of an open shard, its claims checked against the object's length."""
+    first = bytearray(min(_FIRST_READ_BYTES, handle.size))
+    handle.read_into(0, [memoryview(first)])
+    size = header_bytes(first, handle.size)
+    if size > len(first):
+        rest = bytearray(size - len(first))
+        handle.read_into(len(first), [memoryview(rest)])
+        first += rest
+    return parse_header(memoryview(first)[:size], handle.size)
+
+
+def check_wanted(header: ShardHeader, wanted: Wanted) -> None:
+    """Raise `ForeignShard` unless the shard is exactly the one wanted: identity, key, parent, shape."""
+    meta, identity = header.meta, wanted.identity
+    pairs = (
+        ("fingerprint", identity.fingerprint, meta.fingerprint),
+        ("key", wanted.key.hex(), meta.key.hex()),
+        ("part", str(wanted.part), str(meta.part)),
+        ("encoding", wanted.encoding, meta.encoding.label),
+        ("num_tokens", wanted.num_tokens, meta.num_tokens),
+        ("depth", wanted.depth, meta.depth),
+        ("parent", (wanted.parent or meta.parent).hex(), meta.parent.hex()),
+        ("chunk_tokens", identity.chunk_tokens, meta.chunk_tokens),
+        ("dtype", identity.dtype, meta.dtype),
+        ("head_dim_k", identity.head_dim_k, meta.head_dim_k),
+        ("head_dim_v", identity.head_dim_v, meta.head_dim_v),
+    )
+    for field, expected, found in pairs:
+        if expected != found:
+            raise ForeignShard(f"shard has another {field}", expected=expected, found=found)
+
+
+def verify_data(handle: ReadHandle, header: ShardHeader) -> None:
+    """Read every data byte and check it, decoding where a lossless encoding promises checksums of the result.
+
+    Raises `ChecksumMismatch`, `EncodingError`, `ShortRead`, `Unavailable`.
+    """
+    stored = _scratch("stored", header.data_bytes)
+    _read_stored(handle, header, stored)
+    if header.meta.encoding.name != RAW:
+        specs = header.meta.specs
+        decoded = _scratch("decoded", sum(spec.nbytes for spec in specs))
+        _decode(header, stored, decoded)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A run of slabs that lie together in the file and in memory: read at once, then checked one by one."""
+
+    file_offset: int
+    start: int
+    stop: int
+    digests: slice
+    slabs: tuple[tuple[int, int], ...]
+
+
+def _read_raw(handle: ReadHandle, header: ShardHeader, piece: Part, out: ChunkBuffer) -> None:
+    meta = header.meta
+    blocks = _plan(
+        meta.part, piece, out.part, meta.num_tokens, meta.dtype, meta.head_dim_k, meta.head_dim_v, handle.block_bytes
+    )
+    memory, checksums, data_start = out.memory, header.checksums, header.data_start
+    for block in blocks:
+        handle.read_into(data_start + block.file_offset, [memory[block.start : block.stop]])
+        found = b"".join([xxh3(memory[start:stop]) for start, stop in block.slabs])
+        if found != checksums[block.digests]:
+            raise ChecksumMismatch(
+                f"data checksum within {block.file_offset} to {block.file_offset + block.stop - block.start}",
+                expected=checksums[block.digests].hex()[:64],
+                found=found.hex()[:64],
+            )
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    source: Part,
+    piece: Part,
+    target: Part,
+    num_tokens: int,
+    dtype: Dtype,
+    head_dim_k: int,
+    head_dim_v: int,
+    block_bytes: int,
+) -> tuple[_Block, ...]:
+    """Blocks that bring the layers and heads `piece` from a raw shard of `source` to a buffer laid out for `target`."""
+    positions = _slab_positions(tensors_of(target, num_tokens, dtype, head_dim_k, head_dim_v), target)
+    blocks: list[_Block] = []
+    run: list[tuple[int, int, int, int]] = []  # file offset, memory offset, bytes, number of the slab
+
+    def close() -> None:
+        if run:
+            start = run[0][1]
+            stop = run[-1][1] + run[-1][2]
+            digests = slice(run[0][3] * DIGEST_BYTES, (run[-1][3] + 1) * DIGEST_BYTES)
+            slabs = tuple((memory, memory + size) for _, memory, size, _ in run)
+            blocks.append(_Block(run[0][0], start, stop, digests, slabs))
+            run.clear()
+
+    offset = 0
+    number = 0
+    for spec in tensors_of(source, num_tokens, dtype, head_dim_k, head_dim_v):
+        for index in range(spec.num_slabs):
+            head = None if source.head_start is None else source.head_start + index
+            is_wanted = piece.layer_start <= spec.layer < piece.layer_stop and (
+                head is None or piece.head_start is None or piece.head_start <= head < (piece.head_stop or 0)
+            )
+            if is_wanted:
+                memory = positions[(spec.layer, spec.side, head)]
+                follows = run and run[-1][0] + run[-1][2] == offset and run[-1][1] + run[-1][2] == memory
+                if not follows or memory + spec.slab_bytes - run[0][1] > block_bytes:
+                    close()
+                run.append((offset, memory, spec.slab_bytes, number))
+            offset += spec.slab_bytes
+            number += 1
+    close()
+    return tuple(blocks)
+
+
+def _slab_positions(specs: Sequence[TensorSpec], part: Part) -> dict[tuple[int, str, int | None], int]:
+    positions: dict[tuple[int, str, int | None], int] = {}
+    position = 0
+    for spec in specs:
+        for index in range(spec.num_slabs):
+            head = None if part.head_start is None else part.head_start + index
+            positions[(spec.layer, spec.side, head)] = position
+            position += spec.slab_bytes
+    return positions
+
+
+def _read_encoded(handle: ReadHandle, header: ShardHeader, piece: Part, out: ChunkBuffer) -> None:
+    stored = _scratch("stored", header.data_bytes)
+    _read_stored(handle, header, stored)
+    if piece == header.meta.part == out.part:
+        _decode(header, stored, out.memory)
+        return
+    source = ChunkBuffer(out.identity, header.meta.part, out.num_tokens, _scratch("decoded", header_raw_bytes(header)))
+    _decode(header, stored, source.memory)
+    copy_piece(source, piece, out)
+
+
+def header_raw_bytes(header: ShardHeader) -> int:
+    """Bytes of the raw tensors behind a header."""
+    return sum(spec.nbytes for spec in header.meta.specs)
+
+
+def copy_piece(source: ChunkBuffer, piece: Part, out: ChunkBuffer) -> None:
+    """Copy the layers and heads `piece` from one buffer to another that both hold them."""
+    for spec in source.specs:
+        if not piece.layer_start <= spec.layer < piece.layer_stop:
+            continue
+        here, there = source.tensors[spec.name], out.tensors[spec.name]
+        if piece.head_start is None or source.part.head_start is None or out.part.head_start is None:
+            there[...] = here
+            continue
+        count = piece.num_heads
+        first, to = piece.head_start - source.part.head_start, piece.head_start - out.part.head_start
+        there[to : to + count] = here[first : first + count]
+
+
+def _read_stored(handle: ReadHandle, header: ShardHeader, stored: memoryview) -> None:
+    """All stored bytes, each piece that has a checksum compared with it right after it was read."""
+    sizes = _stored_pieces(header)
+    offset = 0
+    for number, size in enumerate(sizes):
+        view = stored[offset : offset + size]
+        handle.read_into(header.data_start + offset, [view])
+        expected = header.checksums[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        found = xxh3(view)
+        if found != expected:
+            raise ChecksumMismatch(
+                f"data checksum within {offset} to {offset + size}", expected=expected.hex(), found=found.hex()
+            )
+        offset += size
+
+
+def _stored_pieces(header: ShardHeader) -> list[int]:
+    if header.meta.encoding.name == RAW:
+        return [spec.slab_bytes for spec in header.meta.specs for _ in range(spec.num_slabs)]
+    return [tensor.end - tensor.begin for tensor in header.tensors]
+
+
+def _decode(header: ShardHeader, stored: memoryview, out: memoryview) -> None:
+    meta = header.meta
+    encoding = get_encoding(meta.encoding.name, meta.encoding.parameters)
+    specs = meta.specs
+    pieces = [stored[tensor.begin : tensor.end] for tensor in header.tensors]
+    encoding.decode_many(pieces, specs, np.frombuffer(out, np.uint8))
+    if not header.decoded_checksums:
+        return
+    found = []
+    offset = 0
+    for spec in specs:
+        for _ in range(spec.num_slabs):
+            found.append(xxh3(out[offset : offset + spec.slab_bytes]))
+            offset += spec.slab_bytes
+    if b"".join(found) != header.decoded_checksums:
+        raise ChecksumMismatch("checksum of the decoded data")
+
+
+class _Scratch(threading.local):
+    def __init__(self) -> None:
+        self.buffers: dict[str, AlignedBuffer] = {}
+
+
+_SCRATCH = _Scratch()
+
+
+def _scratch(name: str, size: int) -> memoryview:
+    """This thread's buffer of that name, grown to `size` bytes; its content lasts until the next call."""
+    buffer = _SCRATCH.buffers.get(name)
+    if buffer is None or buffer.size_bytes < size:
+        buffer = _SCRATCH.buffers[name] = AlignedBuffer(size + -size % ALIGNMENT)
+    return buffer.view(size)

@@ -1,0 +1,144 @@
+"""What one reader can use of a namespace: presence of chunks for the part it needs, for whole prompts at once.
+
+A `View` is the state of the manifest (sorted arrays, never changed) with, in front of it, what came or went since it
+was built (small dicts). It is not thread-safe; the namespace that owns it holds a lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from lmcache_format.geometry import Part
+from lmcache_format.keys import KeyList
+from lmcache_format.segment import key_number
+
+from .coverage import covers
+from .state import Entry, State
+
+KEY_NUMBER = np.dtype(">u8")
+MAX_PARTS = 63
+K = TypeVar("K", bytes, int)
+
+
+class View:
+    """`need` is the part the reader wants; `can_read` says which encodings it accepts."""
+
+    def __init__(self, state: State, need: Part, can_read: Callable[[str], bool], chunk_tokens: int) -> None:
+        self.state = state
+        self.need = need
+        self._can_read = can_read
+        self._chunk_tokens = chunk_tokens
+        self._recent: dict[bytes, list[Entry]] = {}
+        self._recent_tails: dict[int, list[Entry]] = {}
+        self._dropped: set[str] = set()
+        self._keys, self._rest, self._present = self._presence()
+        self._tail_parents, self._tail_rows = self._tails()
+
+    def match(self, keys: KeyList) -> int:
+        """How many of `keys`, from the first on, are present without a gap."""
+        count = len(keys)
+        if count == 0:
+            return 0
+        numbers = np.frombuffer(keys.blob, KEY_NUMBER).reshape(count, 4)
+        wanted = numbers[:, 0].astype(np.uint64)
+        found = np.zeros(count, np.bool_)
+        if len(self._keys):
+            at = np.searchsorted(self._keys, wanted)
+            at[at == len(self._keys)] = 0
+            found = (self._keys[at] == wanted) & (self._rest[at] == numbers[:, 1]) & self._present[at]
+        length = count if found.all() else int(found.argmin())
+        if self._recent:
+            while length < count and (found[length] or self._is_recent(keys[length])):
+                length += 1
+        return length
+
+    def entries(self, key: bytes) -> list[Entry]:
+        """Every readable shard of a chunk, raw ones first."""
+        entries = [self.state.entry(row) for row in self.state.rows_of(key)]
+        entries += self._recent.get(key[:16], [])
+        usable = [e for e in entries if e.nonce not in self._dropped and self._can_read(e.encoding)]
+        return sorted(usable, key=lambda entry: (entry.encoding != "raw", entry.encoding))
+
+    def is_present(self, key: bytes) -> bool:
+        """True where the readable shards of the chunk cover the part needed."""
+        return covers([entry.part for entry in self.entries(key)], self.need)
+
+    def tails(self, parent: bytes) -> Iterator[Entry]:
+        """Readable tails that follow the chunk `parent`, longest first."""
+        number = key_number(parent)
+        start = int(np.searchsorted(self._tail_parents, np.uint64(number), side="left"))
+        stop = int(np.searchsorted(self._tail_parents, np.uint64(number), side="right"))
+        entries = [self.state.entry(int(row)) for row in self._tail_rows[start:stop]]
+        entries += self._recent_tails.get(number, [])
+        usable = [e for e in entries if e.nonce not in self._dropped and self._can_read(e.encoding)]
+        return iter(sorted(usable, key=lambda entry: -entry.num_tokens))
+
+    def add(self, entry: Entry) -> None:
+        """Take in a shard that was just written or found."""
+        shards = self._recent.setdefault(entry.key, [])
+        if any(shard.nonce == entry.nonce for shard in shards):
+            return
+        shards.append(entry)
+        if entry.num_tokens < self._chunk_tokens:
+            self._recent_tails.setdefault(entry.parent, []).append(entry)
+
+    def drop(self, entry: Entry) -> None:
+        """Forget a shard that is gone or was found to be wrong."""
+        self._dropped.add(entry.nonce)
+        _drop_from(self._recent, entry.key, entry.nonce)
+        _drop_from(self._recent_tails, entry.parent, entry.nonce)
+        at = int(np.searchsorted(self._keys, np.uint64(key_number(entry.key))))
+        if at < len(self._keys) and int(self._keys[at]) == key_number(entry.key):
+            self._present[at] = self.is_present(entry.key)
+
+    def is_dropped(self, nonce: str) -> bool:
+        """True for a shard that `drop` was told about."""
+        return nonce in self._dropped
+
+    def _is_recent(self, key: bytes) -> bool:
+        return key[:16] in self._recent and self.is_present(key)
+
+    def _presence(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
+        """Unique keys, the second 8 bytes of each, and whether its readable shards cover the need."""
+        state = self.state
+        readable = np.array([self._can_read(name) for name in state.encodings], np.bool_)
+        rest = state.adds["key_rest"]
+        if len(state.keys) == 0:
+            return state.keys, rest, np.zeros(0, np.bool_)
+        usable = readable[state.adds["encoding"]]
+        same = (state.keys[1:] == state.keys[:-1]) & (rest[1:] == rest[:-1])
+        if not same.any():
+            whole = np.array([part.covers(self.need) for part in state.parts], np.bool_)
+            return state.keys, rest, usable & whole[state.adds["part"]]
+        starts = np.flatnonzero(np.concatenate([[True], ~same]))
+        return state.keys[starts], rest[starts], self._covered(usable, starts)
+
+    def _covered(self, usable: npt.NDArray[np.bool_], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """For each group of shards of one chunk: do the parts together cover the need? Decided once a combination."""
+        useful = [n for n, part in enumerate(self.state.parts) if part.intersect(self.need) is not None][:MAX_PARTS]
+        bits = np.zeros(len(self.state.parts), np.uint64)
+        for bit, number in enumerate(useful):
+            bits[number] = np.uint64(1 << bit)
+        masks = np.where(usable, bits[self.state.adds["part"]], np.uint64(0))
+        combinations, which = np.unique(np.bitwise_or.reduceat(masks, starts), return_inverse=True)
+        answers = [
+            covers([self.state.parts[n] for bit, n in enumerate(useful) if int(mask) >> bit & 1], self.need)
+            for mask in combinations
+        ]
+        return np.array(answers, np.bool_)[which]
+
+    def _tails(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+        rows = np.flatnonzero(self.state.adds["num_tokens"] < self._chunk_tokens)
+        parents = self.state.adds["parent"][rows]
+        order = np.argsort(parents, kind="stable")
+        return parents[order], rows[order]
+
+
+def _drop_from(table: dict[K, list[Entry]], key: K, nonce: str) -> None:
+    shards = [shard for shard in table.pop(key, ()) if shard.nonce != nonce]
+    if shards:
+        table[key] = shards
