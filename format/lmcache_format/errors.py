@@ -18,6 +18,9 @@
 from __future__ import annotations
 
 
+MAX_SHOWN = 400
+
+
 class FormatError(ValueError):
     """Bytes or values that break SPEC.md.
 
@@ -32,16 +35,24 @@ class FormatError(ValueError):
         super().__init__(message)
 
     def __str__(self) -> str:
-        text = f"{self.where}: {self.message}" if self.where else self.message
+        text = f"{_shown(self.where)}: {self.message}" if self.where else self.message
         if self.expected is not None:
-            text += f"; expected {self.expected}"
+            text += f"; expected {_shown(self.expected)}"
         if self.found is not None:
-            text += f"; found {self.found}"
+            text += f"; found {_shown(self.found)}"
         return text
 
     def at(self, where: str) -> FormatError:
         """The same error, told with the place where it happened."""
         return type(self)(self.message, where=where, expected=self.expected, found=self.found)
+
+
+def _shown(value: object) -> str:
+    """Text of `value`, which may come from a damaged file: short, and without control characters."""
+    text = str(value)
+    if len(text) > MAX_SHOWN:
+        text = f"{text[:MAX_SHOWN]}… ({len(text)} characters)"
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class IdentityError(FormatError):
