@@ -175,10 +175,10 @@ class FaultBackend(BackendWrapper):
         return result
 
     def read(self, name: str, *, offset: int = 0, length: int | None = None) -> bytes:
+        effects = self.script.effects("read", name)
+        before(effects)
         with self.inner.open_read(name) as handle:
             content = bytearray(max(handle.size - offset, 0) if length is None else length)
-            effects = self.script.effects("read", name)
-            before(effects)
             handle.read_into(offset, [memoryview(content)])
             damage(effects, name, offset, [memoryview(content)])
             after(effects)

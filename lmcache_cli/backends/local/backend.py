@@ -233,7 +233,7 @@ class LocalBackend:
         with translating("move", name, self.url):
             source_fd = self._root.open_dir(directory)
             try:
-                self._calls.stat(last, dir_fd=source_fd, follow_symlinks=False)  # absent: make no directories
+                self._calls.status(last, dir_fd=source_fd, follow_symlinks=False)  # absent: make no directories
                 target_fd, made = self._root.make_dir(to_directory)
                 self._names.made(made)
                 try:

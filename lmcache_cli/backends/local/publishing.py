@@ -67,6 +67,6 @@ def _same_file(calls: SystemCalls, source: str, target: str, source_fd: int, tar
 
 def _status(calls: SystemCalls, component: str, directory_fd: int) -> os.stat_result | None:
     try:
-        return calls.stat(component, dir_fd=directory_fd, follow_symlinks=False)
+        return calls.status(component, dir_fd=directory_fd, follow_symlinks=False)
     except FileNotFoundError:
         return None

@@ -37,6 +37,6 @@ def _put_back(calls: SystemCalls, aside: str, last: str, staging_fd: int, direct
 
 
 def _require_version(calls: SystemCalls, component: str, directory_fd: int, version: str, name: str) -> None:
-    status: os.stat_result = calls.stat(component, dir_fd=directory_fd, follow_symlinks=False)
+    status: os.stat_result = calls.status(component, dir_fd=directory_fd, follow_symlinks=False)
     if version_of(status) != version:
         raise VersionChanged(f"{name}: expected version {version}, found {version_of(status)}; it was kept", name=name)

@@ -39,16 +39,17 @@ class Root:
         return self._seen() is not None
 
     def _seen(self) -> int | None:
+        pinned = self._fd  # before the look: another thread may make and pin the directory right after it
         try:
-            status: os.stat_result = self._calls.stat(self.path)
+            status: os.stat_result = self._calls.status(self.path)
         except FileNotFoundError:
-            if self._fd is None:
+            if pinned is None:
                 return None
             raise RootChanged(
                 f"{self.path}: the store's directory is gone; mount or restore it, then open it again"
             ) from None
-        if self._fd is not None and self._identity == (status.st_dev, status.st_ino):
-            return self._fd
+        if pinned is not None and self._identity == (status.st_dev, status.st_ino):
+            return pinned
         return self._pin(status)
 
     def _pin(self, status: os.stat_result) -> int:

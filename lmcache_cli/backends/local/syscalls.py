@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -34,30 +35,39 @@ def rename_new(source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int) ->
 
 def open_beneath(root_fd: int, name: str, flags: int) -> int:
     """Open a relative name without following any symbolic link (ELOOP) and without leaving the root."""
-    path = os.fsencode(name)
     if _has_openat2():
+        path = os.fsencode(name)
         how = _OpenHow(flags | os.O_CLOEXEC, 0, _RESOLVE_BENEATH | _RESOLVE_NO_SYMLINKS | _RESOLVE_NO_MAGICLINKS)
         fd = _INTERRUPTED
         while fd == _INTERRUPTED:
             fd = _checked(_libc().syscall(_SYS_OPENAT2, root_fd, path, ctypes.byref(how), ctypes.sizeof(how)), name)
         return fd
-    return _open_stepwise(root_fd, path, flags)
+    return open_stepwise(root_fd, name, flags)
 
 
-def _open_stepwise(root_fd: int, path: bytes, flags: int) -> int:
+def open_stepwise(root_fd: int, name: str, flags: int) -> int:
     """`open_beneath` for kernels and sandboxes without openat2: one component at a time."""
-    *parents, last = path.split(b"/")
+    *parents, last = name.split("/")
     current = root_fd
     try:
         for parent in parents:
-            below = os.open(parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=current)
+            below = _open_component(parent, os.O_PATH | os.O_DIRECTORY, current)
             if current != root_fd:
                 os.close(current)
             current = below
-        return os.open(last, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=current)
+        return _open_component(last, flags, current)
     finally:
         if current != root_fd:
             os.close(current)
+
+
+def _open_component(component: str, flags: int, directory_fd: int) -> int:
+    try:
+        return os.open(component, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd)
+    except NotADirectoryError:
+        if stat.S_ISLNK(os.lstat(component, dir_fd=directory_fd).st_mode):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), component) from None
+        raise
 
 
 class _OpenHow(ctypes.Structure):
@@ -112,4 +122,4 @@ class SystemCalls:
     rename: Callable[..., None] = os.rename
     rename_new: Callable[..., None] = rename_new
     unlink: Callable[..., None] = os.unlink
-    stat: Callable[..., os.stat_result] = os.stat
+    status: Callable[..., os.stat_result] = os.stat
