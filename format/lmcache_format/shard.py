@@ -334,7 +334,9 @@ def _parse_meta(metadata: dict[str, str]) -> ShardMeta:
         return value
 
     def optional_object(name: str) -> dict[str, Any]:
-        value = load_strict(metadata.get(f"lmcache.{name}", "{}"), error=ShardError)
+        if f"lmcache.{name}" not in metadata:
+            return {}
+        value = load_strict(metadata[f"lmcache.{name}"], error=ShardError)
         if not isinstance(value, dict):
             raise ShardError(f"{name} is not a JSON object")
         return value

@@ -311,7 +311,14 @@ class Namespace:
 
     def _wanted(self, chunk: ChunkRef, entry: Entry) -> Wanted:
         return Wanted(
-            self.identity, chunk.key, chunk.num_tokens, chunk.depth, entry.part, entry.encoding, parent=chunk.parent
+            self.identity,
+            chunk.key,
+            chunk.num_tokens,
+            chunk.depth,
+            entry.part,
+            entry.encoding,
+            parent=chunk.parent,
+            fingerprint=self.fingerprint,
         )
 
     def _handle_fault(self, fault: ReadFault, wanted: Wanted, entry: Entry) -> None:

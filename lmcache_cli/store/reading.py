@@ -21,7 +21,7 @@ from lmcache_format.dtypes import Dtype
 from lmcache_format.encodings import get_encoding
 from lmcache_format.errors import ChecksumMismatch, FormatError, ShardError, UnsupportedVersion
 from lmcache_format.geometry import Part, TensorSpec, tensors_of
-from lmcache_format.identity import Identity
+from lmcache_format.identity import Fingerprint, Identity
 from lmcache_format.keys import ChunkKey
 from lmcache_format.names import ShardName
 from lmcache_format.shard import ALIGNMENT, RAW, ShardHeader, header_bytes, parse_header
@@ -62,11 +62,12 @@ class Wanted:
     part: Part
     encoding: str
     parent: ChunkKey | None = None
+    fingerprint: Fingerprint | None = None  # of the identity, where the caller has it at hand: it costs a hash
 
     @property
     def name(self) -> ShardName:
         """Where the shard lies."""
-        return ShardName(self.identity.fingerprint, self.key, self.part, self.encoding)
+        return ShardName(self.fingerprint or self.identity.fingerprint, self.key, self.part, self.encoding)
 
 
 def read_part(backend: Backend, wanted: Wanted, piece: Part, out: ChunkBuffer) -> int:
@@ -126,7 +127,7 @@ def check_wanted(header: ShardHeader, wanted: Wanted) -> None:
     """Raise `ForeignShard` unless the shard is exactly the one wanted: identity, key, parent, shape."""
     meta, identity = header.meta, wanted.identity
     pairs = (
-        ("fingerprint", identity.fingerprint, meta.fingerprint),
+        ("fingerprint", wanted.fingerprint or identity.fingerprint, meta.fingerprint),
         ("key", wanted.key.hex(), meta.key.hex()),
         ("part", str(wanted.part), str(meta.part)),
         ("encoding", wanted.encoding, meta.encoding.label),
