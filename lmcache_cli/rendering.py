@@ -6,6 +6,7 @@ import math
 import os
 import unicodedata
 from collections.abc import Mapping, Sequence, Set
+from datetime import date, datetime, timedelta
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -17,6 +18,7 @@ Fields: TypeAlias = Mapping[str, JsonValue]
 ABSENT = "-"
 _UNPRINTABLE = {"Cc", "Zl", "Zp", "Cs"}
 _DIRECTION_MARKS = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+_LAST_SECOND = 253_402_300_799  # of the year 9999
 _SECONDS_BY_SUFFIX = {"_s": 1.0, "_ms": 1e-3, "_us": 1e-6, "_ns": 1e-9}
 
 
@@ -66,6 +68,17 @@ def field(value: JsonValue) -> str:
             return ",".join(field(item) for item in value) or ABSENT
         case dict():
             return json_text(value)
+
+
+def utc_time(milliseconds_since_1970: int) -> str:
+    """`2026-11-29T12:00:00Z`; a time beyond the calendar, which only damage can hold, is its last second."""
+    at = datetime(1970, 1, 1) + timedelta(seconds=min(milliseconds_since_1970 // 1000, _LAST_SECOND))
+    return f"{at.isoformat()}Z"
+
+
+def utc_day(days_since_1970: int) -> str:
+    """`2026-11-29`; a day beyond the calendar is its last one."""
+    return (date(1970, 1, 1) + timedelta(days=min(days_since_1970, _LAST_SECOND // 86400))).isoformat()
 
 
 def json_text(value: JsonValue) -> str:

@@ -86,3 +86,36 @@ def lmcache(tmp_path: Path) -> Program:
 def fake(tmp_path: Path) -> Program:
     """The real command line with one command more, `fake`, that prints, waits and fails as told."""
     return Program([sys.executable, str(FAKE_PROGRAM), "fake"], tmp_path)
+
+
+@pytest.fixture
+def made_store(tmp_path: Path) -> Path:
+    """A store with one namespace: 3 chunks of one document and a tail, 4 tokens a chunk, model `org/tiny [v1]`."""
+    import numpy as np
+
+    from lmcache_cli.store import Store
+    from lmcache_format import AttentionKind, Dtype, Identity, LayerGroup, chunk_keys, next_key
+
+    identity = Identity(
+        model="org/tiny [v1]",
+        weights=f"sha256:{'0' * 64}",
+        dtype=Dtype.F16,
+        layers=2,
+        kv_heads=2,
+        head_dim_k=8,
+        head_dim_v=8,
+        groups=(LayerGroup(AttentionKind.FULL, 0, 2),),
+        chunk_tokens=4,
+    )
+    tokens = list(range(100, 114))
+    folder = tmp_path / "a store"
+    with Store.create(str(folder)) as store, store.namespace(identity, create=True) as namespace:
+        parent = namespace.root()
+        keys = [*chunk_keys(parent, tokens, 4)]
+        keys.append(next_key(keys[-1], tokens[12:]))
+        for depth, key in enumerate(keys):
+            chunk = namespace.buffer(len(tokens[4 * depth : 4 * depth + 4]))
+            chunk.memory[:] = np.random.default_rng(depth).bytes(chunk.size_bytes)
+            namespace.put(chunk, key=key, parent=parent, depth=depth)
+            parent = key
+    return folder

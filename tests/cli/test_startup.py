@@ -1,9 +1,9 @@
 """`lmcache --help` is quick and imports nothing heavy."""
 
+import os
 import statistics
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -26,12 +26,14 @@ def test_help_imports_nothing_heavy(arguments):
 
 
 def test_help_takes_at_most_a_quarter_of_a_second(lmcache):
+    """By processor time, which is what a lone process on an idle machine waits for: other tests may run beside."""
     assert lmcache("--help").code == 0
     taken_s = []
     for _ in range(5):
-        started_s = time.perf_counter()
-        lmcache("--help")
-        taken_s.append(time.perf_counter() - started_s)
+        process = lmcache.start("--help", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        _, _, used = os.wait4(process.pid, 0)
+        process.returncode = 0
+        taken_s.append(used.ru_utime + used.ru_stime)
     assert statistics.median(taken_s) <= 0.25, taken_s
 
 
