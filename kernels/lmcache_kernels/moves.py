@@ -19,7 +19,8 @@ from lmcache_kernels.slots import SlotMapping
 from lmcache_kernels.words import all_words, as_integers, view_words
 
 WIDEST_WORD_BYTES = 8
-MIN_TOKENS_A_RUN = 4  # below this mean, one indexed move is faster than a strided copy for each run
+MANY_RUNS = 8
+MIN_TOKENS_A_RUN = 4  # many runs shorter than this on average: one indexed move is faster than a strided copy for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,8 @@ def pairs_of(move: SideMove, slots: SlotMapping) -> Iterator[Pair | IndexedPair]
     if not len(slots.tokens) or not move.chunk.numel():
         return
     digits = move.slab.addresses.digits
-    if digits is None or len(slots.runs) * MIN_TOKENS_A_RUN > len(slots.tokens):
+    scattered = len(slots.runs) > max(MANY_RUNS, len(slots.tokens) // MIN_TOKENS_A_RUN)
+    if digits is None or scattered:
         yield from _indexed_pairs(move, slots)
         return
     worded = _Worded.of(move, digits)

@@ -203,7 +203,7 @@ def _positions_of_keys(bench: _Bench) -> torch.Tensor:
     zero = bench.written(bench.numbers(Side.KEY), bench.numbers(Side.VALUE))
     keys_at = bench.written(bench.numbers(Side.KEY, 1), bench.numbers(Side.VALUE)) != zero
     values_at = bench.written(bench.numbers(Side.KEY), bench.numbers(Side.VALUE, 1)) != zero
-    if not bool((keys_at ^ values_at).all()):
+    if not bool((keys_at ^ values_at).all()) or int(keys_at.sum()) != bench.numbers(Side.KEY).numel():
         raise CodecError(
             "some positions of the page follow neither keys nor values alone: this writer's order cannot be learnt"
         )

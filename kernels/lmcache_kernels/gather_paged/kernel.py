@@ -1,7 +1,8 @@
 """gather_paged as a Triton kernel: pages → canonical, one launch for one side of one slab.
 
-Addresses are int64 throughout (a cache of many layers passes 2³¹ elements), every dimension is masked, data travels
-as integers of the element's width. Checked on the CPU with `TRITON_INTERPRET=1`, set before this module is imported.
+Addresses are int64 throughout (a cache of many layers passes 2³¹ elements). Tokens and dims are masked; heads and layers
+are exact, as the grid has a program for each. Data travels as integers of the element's width.
+Checked on the CPU with `TRITON_INTERPRET=1`, set before this module is imported.
 """
 
 import torch
@@ -23,7 +24,6 @@ def _gather(  # type: ignore[no-untyped-def]  # Triton gives these their types
     slots,
     num_tokens,
     num_heads,
-    num_layers,
     width,
     block_size,
     page_offset,
@@ -44,7 +44,7 @@ def _gather(  # type: ignore[no-untyped-def]  # Triton gives these their types
     layer = (tl.program_id(1) // num_heads).to(tl.int64)
     dims = tl.arange(0, TILE_D).to(tl.int64)
     slot = tl.load(slots + tokens, mask=tokens < num_tokens, other=-1)
-    filled = (slot >= 0) & (tokens < num_tokens) & (layer < num_layers)
+    filled = (slot >= 0) & (tokens < num_tokens)
     safe = tl.where(filled, slot, 0)
     page_rows = page_offset + layer * page_layer + head * page_head
     page_rows = page_rows + safe // block_size * page_block + safe % block_size * page_token
@@ -72,7 +72,6 @@ def _launch(launch: Launch, slots: torch.Tensor) -> None:
             slots,
             slots.numel(),
             launch.num_heads,
-            launch.num_layers,
             launch.width,
             launch.block_size,
             launch.page_offset,

@@ -1,0 +1,106 @@
+"""Runs both Triton kernels on the CPU, interpreted, against their references: `python -m
+tests.kernels.interpreted_kernels`.
+
+A process of its own, because Triton decides at import whether it interprets. Prints one JSON line a case: `{"case":
+…, "error": …}`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from lmcache_kernels import HeadRange, LayoutError, SlotMapping
+from lmcache_kernels.gather_paged import kernel as gather_kernel
+from lmcache_kernels.gather_paged import reference as gather_reference
+from lmcache_kernels.scatter_paged import kernel as scatter_kernel
+from lmcache_kernels.scatter_paged import reference as scatter_reference
+from tests.kernels.made_pages import (
+    DTYPES,
+    VARIANTS,
+    Sizes,
+    Variant,
+    assert_same_bits,
+    assert_same_memory,
+    make_pages,
+    poisoned_chunk,
+)
+
+Case = tuple[str, Callable[[], None]]
+TOKENS = (1, 63, 1000)
+
+
+def cases() -> Iterator[Case]:
+    for variant in VARIANTS:
+        if variant.layout.is_permuted:
+            continue
+        heads = 1 if variant.is_latent else 4
+        for tokens, block_size in zip(TOKENS, (2, 16, 128), strict=True):
+            sizes = Sizes(2, -(-(tokens + 2) // block_size), heads, block_size, 5, 5)
+            yield (
+                f"{variant} T={tokens} N={block_size}",
+                lambda v=variant, s=sizes, t=tokens: check(v, s, t, torch.bfloat16),
+            )
+    for dtype, heads in itertools.product(DTYPES, (1, 2, 8)):
+        sizes = Sizes(2, 5, heads, 32, 24, 9)
+        variant = VARIANTS[[str(each) for each in VARIANTS].index("fused-hnd+blocks-outermost")]
+        yield f"{dtype} H={heads}", lambda v=variant, s=sizes, d=dtype: check(v, s, 70, d)
+    for variant in (each for each in VARIANTS if each.layout.is_permuted and each.memory == "contiguous"):
+        yield f"{variant} is refused", lambda v=variant: check_refused(v)
+
+
+def check(variant: Variant, sizes: Sizes, tokens: int, dtype: torch.dtype) -> None:
+    slots = SlotMapping.of(slots_with_holes(tokens, sizes.slots))
+    for heads, chunk_heads in ((None, sizes.heads), (HeadRange(sizes.heads - 1, 1, 1), 3)):
+        pages = make_pages(variant, sizes, dtype)
+        pages.fill()
+        found, expected = (
+            poisoned_chunk(tokens, sizes, dtype, latent=variant.is_latent, heads=chunk_heads) for _ in range(2)
+        )
+        gather_kernel.gather_paged(pages.cache, slots, found, heads=heads)
+        gather_reference.gather_paged(pages.cache, slots, expected, heads=heads)
+        assert_same_bits(found, expected)
+
+        one, other = make_pages(variant, sizes, dtype), make_pages(variant, sizes, dtype)
+        scatter_kernel.scatter_paged(one.cache, slots, expected, heads=heads)
+        scatter_reference.scatter_paged(other.cache, slots, expected, heads=heads)
+        assert_same_memory(one.snapshot(), other.snapshot())
+
+
+def slots_with_holes(tokens: int, num_slots: int) -> list[int]:
+    shuffled = torch.randperm(num_slots, generator=torch.Generator().manual_seed(tokens))[:tokens].tolist()
+    return [-1 if token % 7 == 3 else slot for token, slot in enumerate(shuffled)]
+
+
+def check_refused(variant: Variant) -> None:
+    pages = make_pages(variant, Sizes())
+    chunk = poisoned_chunk(2, Sizes(), torch.bfloat16, latent=False, heads=2)
+    for operation in (gather_kernel.gather_paged, scatter_kernel.scatter_paged):
+        try:
+            operation(pages.cache, SlotMapping.of([0, 1]), chunk)
+        except LayoutError:
+            continue
+        raise AssertionError("a kernel took permuted pages")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for name, run in cases():
+        try:
+            run()
+            error = None
+        except Exception:
+            error = traceback.format_exc()
+        sys.stdout.write(json.dumps({"case": name, "error": error}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

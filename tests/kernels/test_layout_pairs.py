@@ -1,0 +1,92 @@
+"""C15: shape alone cannot tell layouts apart. What is gathered from any declared layout can be scattered into any
+other.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from lmcache_kernels import SlotMapping, gather_paged, scatter_paged
+from tests.kernels.made_pages import (
+    VARIANTS,
+    MadePages,
+    Sizes,
+    Variant,
+    assert_same_bits,
+    assert_same_memory,
+    expected_chunk,
+    make_pages,
+    pattern,
+    poisoned_chunk,
+)
+
+HEADS = (1, 2, 4, 8)
+BLOCK_SIZES = (2, 16)
+CONTIGUOUS = [each for each in VARIANTS if each.memory == "contiguous" and each.interior in ("", "tiles", "shuffled")]
+STRIDED = [each for each in VARIANTS if each.memory != "contiguous" and each.interior in ("", "transposed")]
+
+
+def geometries(latent: bool) -> list[Sizes]:
+    """Heads {1, 2, 4, 8} and block sizes {2, 16}, always two or more blocks: 2 heads, 2 tokens, 2 blocks, 2 layers
+    included.
+    """
+    heads = (1,) if latent else HEADS
+    return [
+        Sizes(layers=2, blocks=2 if n == 2 else 3, heads=h, block_size=n)
+        for h, n in itertools.product(heads, BLOCK_SIZES)
+    ]
+
+
+def check_pair(writer: Variant, reader: Variant, sizes: Sizes, dtype: torch.dtype) -> None:
+    source, target = make_pages(writer, sizes, dtype), make_pages(reader, sizes, dtype)
+    source.fill()
+    before = source.snapshot()
+    slots = list(range(1, sizes.slots))  # a partial block, then whole ones
+    landing = slots[::-1]
+    chunk = poisoned_chunk(len(slots), sizes, dtype, latent=writer.is_latent, heads=sizes.heads)
+
+    gather_paged(source.cache, SlotMapping.of(slots), chunk)
+    scatter_paged(target.cache, SlotMapping.of(landing), chunk)
+
+    assert_same_bits(chunk, expected_chunk(slots, sizes, dtype, latent=writer.is_latent, heads=range(sizes.heads)))
+    assert_same_memory(source.snapshot(), before)
+    assert_landed(target, dict(zip(landing, slots, strict=True)))
+
+
+def assert_landed(target: MadePages, source_of: dict[int, int]) -> None:
+    """Each landing slot holds what its source slot held; every other byte, padding included, is the sentinel."""
+    found = target.snapshot()
+    target.poison()
+    sizes, n = target.sizes, target.sizes.block_size
+    for layer in range(sizes.layers):
+        for side in range(1 if target.variant.is_latent else 2):
+            dims = torch.arange(sizes.head_dim_k if side == 0 else sizes.head_dim_v)[None, :]
+            for head, block in itertools.product(range(sizes.heads), range(sizes.blocks)):
+                positions = [p for p in range(n) if block * n + p in source_of]
+                origin = torch.tensor([source_of[block * n + p] for p in positions])[:, None]
+                integer = target.layers[layer].dtype
+                values = pattern(torch.tensor(layer), side, torch.tensor(head), origin, dims, integer)
+                target.block(layer, side, block, head)[positions] = values
+    assert_same_memory(found, target.snapshot())
+
+
+@pytest.mark.parametrize("reader", CONTIGUOUS, ids=str)
+@pytest.mark.parametrize("writer", CONTIGUOUS, ids=str)
+def test_every_layout_reads_what_every_other_wrote(writer: Variant, reader: Variant) -> None:
+    if writer.is_latent != reader.is_latent:
+        chunk = poisoned_chunk(4, Sizes(heads=1), torch.bfloat16, latent=writer.is_latent, heads=1)
+        with pytest.raises(ValueError, match="head dims"):
+            scatter_paged(make_pages(reader, Sizes(heads=1)).cache, SlotMapping.of([0, 1, 2, 3]), chunk)
+        return
+    for sizes in geometries(writer.is_latent):
+        check_pair(writer, reader, sizes, torch.bfloat16)
+
+
+@pytest.mark.parametrize("variant", STRIDED, ids=str)
+def test_strided_pages_are_read_and_written_like_contiguous_ones(variant: Variant) -> None:
+    plain = CONTIGUOUS[-1] if not variant.is_latent else next(each for each in CONTIGUOUS if each.is_latent)
+    for sizes in geometries(variant.is_latent):
+        check_pair(variant, plain, sizes, torch.bfloat16)
+        check_pair(plain, variant, sizes, torch.bfloat16)
+        check_pair(variant, variant, sizes, torch.float32)
