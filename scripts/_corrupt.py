@@ -269,6 +269,7 @@ def _encoded_shard_cases() -> Iterator[Case]:
     yield case("size-lies", text.replace(b'"shape":[%d]' % size, b'"shape":[%d]' % (size + 1), 1))
     yield case("offset-2-63", text.replace(b'"data_offsets":[0,%d]' % size, b'"data_offsets":[0,%d]' % (1 << 63), 1))
     yield case("empty-tensor", _emptied(text, size))
+    yield case("longer-than-any-encoding-needs", _lengthened(text))
     yield case("two-dimensions", text.replace(b'"shape":[%d]' % size, b'"shape":[1,%d]' % size, 1))
     yield case("another-dtype", text.replace(b'"dtype":"U8"', b'"dtype":"I8"', 1))
     yield case("offsets-of-text", text.replace(b'"data_offsets":[0,', b'"data_offsets":["0",', 1))
@@ -308,6 +309,17 @@ def _unknown_encoding(text: bytes) -> bytes:
 def _emptied(text: bytes, size: int) -> bytes:
     text = text.replace(b'"shape":[%d],"data_offsets":[0,%d]' % (size, size), b'"shape":[0],"data_offsets":[0,0]', 1)
     return text.replace(b'"data_offsets":[%d,' % size, b'"data_offsets":[0,', 1)
+
+
+def _lengthened(text: bytes) -> bytes:
+    """The last tensor grows beyond what its raw form could ever need."""
+    return re.sub(rb'"shape":\[(\d+)\],"data_offsets":\[(\d+),(\d+)\]\}\}$', _grow_last, text)
+
+
+def _grow_last(match: re.Match[bytes]) -> bytes:
+    more = 1 << 40
+    shape, begin, end = (int(number) for number in match.groups())
+    return b'"shape":[%d],"data_offsets":[%d,%d]}}' % (shape + more, begin, end + more)
 
 
 def _latent(text: bytes) -> bytes:

@@ -165,7 +165,7 @@ def make_shard(
         data = b"".join(raws)
         header = build_header(meta, b"".join(map(xxh3, slabs)))
     else:
-        stored = [codec.encode(raw, spec) for raw, spec in zip(raws, specs, strict=True)]
+        stored = [bytes(codec.encode(raw, spec)) for raw, spec in zip(raws, specs, strict=True)]
         data = b"".join(stored)
         header = build_header(
             meta, b"".join(map(xxh3, stored)), [len(each) for each in stored], b"".join(map(xxh3, slabs))

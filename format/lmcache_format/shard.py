@@ -30,6 +30,8 @@ FORMAT = "1"
 RAW = "raw"
 CHECKSUM = "xxh3-128"
 NONCE_BYTES = 8
+ENCODING_OVERHEAD_BYTES = 32
+"""What an encoded tensor may be longer than the raw one (encodings.md §1)."""
 MAX_DEPTH = 0xFFFF_FFFF
 
 _LENGTH = struct.Struct("<Q")
@@ -445,6 +447,12 @@ def _encoded_table(specs: Sequence[TensorSpec], stored_bytes: Sequence[int]) -> 
         raise ShardError("every encoded tensor has at least one byte", expected=len(specs), found=list(stored_bytes))
     entries, position = [], 0
     for spec, size in zip(specs, stored_bytes, strict=True):
+        if size > spec.nbytes + ENCODING_OVERHEAD_BYTES:
+            raise ShardError(
+                f"tensor {spec.name} is stored in more bytes than any encoding needs",
+                expected=f"at most {spec.nbytes + ENCODING_OVERHEAD_BYTES}",
+                found=size,
+            )
         offsets = f"[{position},{position + size}]"
         entries.append(f',"{spec.name}":{{"dtype":"U8","shape":[{size}],"data_offsets":{offsets}}}')
         position += size
