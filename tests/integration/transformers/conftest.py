@@ -35,6 +35,13 @@ TINY_CONFIG: dict[str, Any] = {
 MakeDirectory = Callable[..., Path]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _one_torch_thread() -> None:
+    """Two threads that wait for each other on a busy machine take a hundred times as long as one."""
+    torch = pytest.importorskip("torch")
+    torch.set_num_threads(1)
+
+
 @pytest.fixture
 def make_directory(tmp_path: Path) -> MakeDirectory:
     """`make_directory(name, weights=bytes, **config)`: a model directory with one small tensor as its weights."""
