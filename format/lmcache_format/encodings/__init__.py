@@ -12,14 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lmcache_format.encodings import bfx, raw
+from lmcache_format.encodings import bfx, fp8, huf8, int8, raw, uq
+from lmcache_format.encodings.lossy import Lossy
 from lmcache_format.encodings.protocol import Bytes, Encoding, Parameters
 from lmcache_format.errors import UnsupportedVersion
 
-__all__ = ["Bytes", "Encoding", "Parameters", "encoding_names", "get_encoding"]
+__all__ = ["Bytes", "Encoding", "Lossy", "Parameters", "encoding_names", "get_encoding", "resolve_encoding"]
 
-_MODULES = (raw, bfx)
+_MODULES = (raw, bfx, huf8, int8, uq, fp8)
 _BY_NAME: Mapping[str, Encoding] = {encoding.name: encoding for module in _MODULES for encoding in module.ENCODINGS}
+_SPELLINGS: Mapping[str, str] = {
+    "uq": "uq006",
+    **{
+        f"uq:{spelling}": encoding.name
+        for encoding in uq.ENCODINGS
+        for spelling in (encoding.quality, encoding.step_share, encoding.step_share.removeprefix("0"))
+    },
+}
 
 
 def encoding_names() -> tuple[str, ...]:
@@ -40,3 +49,11 @@ def get_encoding(name: str, parameters: Mapping[str, object] | None = None) -> E
             "unknown encoding parameters", where=name, expected=dict(encoding.parameters()), found=dict(parameters)
         )
     return encoding
+
+
+def resolve_encoding(text: str) -> Encoding:
+    """The encoding a person means: a name, or `uq` (its best class), `uq:near`, `uq:0.25`, `uq:fp8-grade`, ….
+
+    Raises `UnsupportedVersion`.
+    """
+    return get_encoding(_SPELLINGS.get(text, text))

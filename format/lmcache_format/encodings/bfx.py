@@ -93,7 +93,7 @@ def _join_group(frames: Sequence[Frame], group: Sequence[TensorSpec], out: Array
     spec, count = group[0], len(group)
     tokens, dim = spec.shape[-2:]
     elements = spec.num_slabs * tokens * dim
-    distances = decompress_many([frame.streams[1] for frame in frames], elements, spec.name)
+    distances = decompress_many([frame.streams[1] for frame in frames], [elements] * count, spec.name)
     high, low = scratch("high", count * elements, np.uint16), scratch("low16", count * elements, np.int16)
     for index, (frame, distance) in enumerate(zip(frames, distances, strict=True)):
         high[index * elements : (index + 1) * elements] = distance

@@ -64,33 +64,33 @@ def compress_many(streams: Sequence[NDArray[np.uint8]]) -> list[NDArray[np.uint8
 
 def decompress(frame: NDArray[np.uint8], size: int, where: str) -> NDArray[np.uint8]:
     """The `size` bytes of a stream that must be exactly one frame of them; raises `EncodingError`."""
-    return decompress_many([frame], size, where)[0]
+    return decompress_many([frame], [size], where)[0]
 
 
-def decompress_many(frames: Sequence[NDArray[np.uint8]], size: int, where: str) -> list[NDArray[np.uint8]]:
-    """The content of each frame, `size` bytes, read-only; raises `EncodingError`.
+def decompress_many(frames: Sequence[NDArray[np.uint8]], sizes: Sequence[int], where: str) -> list[NDArray[np.uint8]]:
+    """The content of each frame, as long as `sizes` says, read-only; raises `EncodingError`.
 
     A frame that claims another size, needs a larger window, or is not alone in its stream is refused before anything is
     allocated.
     """
-    for frame in frames:
+    for frame, size in zip(frames, sizes, strict=True):
         _check_frame(frame, size, where)
     views: list[bytes | bytearray | memoryview] = [frame.data for frame in frames]
     try:
-        decoded = _decompress_checked(views, size)
+        decoded = _decompress_checked(views, sizes)
     except zstandard.ZstdError as problem:
         raise EncodingError("zstd frame is damaged", where=where, found=problem) from None
-    for one in decoded:
+    for one, size in zip(decoded, sizes, strict=True):
         if one.size != size:
             raise EncodingError("zstd frame ends early", where=where, expected=size, found=one.size)
     return decoded
 
 
-def _decompress_checked(frames: list[bytes | bytearray | memoryview], size: int) -> list[NDArray[np.uint8]]:
-    if not _MANY:
+def _decompress_checked(frames: list[bytes | bytearray | memoryview], sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
+    if not _MANY or not frames:
         return [np.frombuffer(_coders.decompressor.decompress(frame), np.uint8) for frame in frames]
-    sizes = np.full(len(frames), size, np.uint64).data
-    contents = _coders.decompressor.multi_decompress_to_buffer(frames, decompressed_sizes=sizes, threads=0)
+    u64_sizes = np.array(sizes, np.uint64).data
+    contents = _coders.decompressor.multi_decompress_to_buffer(frames, decompressed_sizes=u64_sizes, threads=0)
     return [np.frombuffer(cast(memoryview, contents[index]), np.uint8) for index in range(len(contents))]
 
 

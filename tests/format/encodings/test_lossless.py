@@ -1,14 +1,10 @@
-"""Lossless encodings give back every bit, of any tensor, and refuse what they did not write."""
+"""Lossless encodings give back every bit, of any tensor."""
 
 from __future__ import annotations
 
-import struct
-import tracemalloc
-
 import numpy as np
 import pytest
-import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -21,7 +17,6 @@ from lmcache_format.geometry import TensorSpec
 from tests.format.encodings.samples import ODD_SHAPES, hard_16_bit_tensors, kv_like, spec_of
 
 LOSSLESS = [name for name in encoding_names() if get_encoding(name).lossless]
-FRAMED = [name for name in LOSSLESS if name != "raw"]
 SHAPE = (3, 64, 64)
 
 
@@ -48,7 +43,6 @@ def test_every_bit_of_two_byte_floats_comes_back(name: str, dtype: Dtype, shape:
 @pytest.mark.parametrize("name", LOSSLESS)
 @pytest.mark.parametrize("dtype", list(Dtype))
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
 def test_every_bit_of_any_tensor_comes_back(name: str, dtype: Dtype, data: st.DataObject) -> None:
     shape = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 40), st.integers(1, 20)))
     count = int(np.prod(shape)) * dtype.itemsize
@@ -121,6 +115,12 @@ def test_bfx_makes_kv_a_third_smaller() -> None:
     assert spec.nbytes / get_encoding("bfx").encode(kv_like(spec.shape), spec).size > 1.45
 
 
+def test_huf8_makes_one_byte_kv_smaller() -> None:
+    spec = spec_of((3, 256, 64), Dtype.F8_E4M3)
+    kv = (kv_like(spec.shape) >> 8).astype(np.uint8)
+    assert spec.nbytes / get_encoding("huf8").encode(kv, spec).size > 1.15
+
+
 def test_incompressible_tensors_grow_by_the_prefix_only() -> None:
     spec = spec_of(SHAPE)
     noise = np.random.default_rng(0).integers(0, 1 << 16, SHAPE, np.uint16)
@@ -133,146 +133,3 @@ def test_unknown_names_and_parameters_are_not_damage() -> None:
     with pytest.raises(UnsupportedVersion, match="parameters"):
         get_encoding("bfx", {"version": 2})
     assert get_encoding("bfx", {"version": 1}).name == "bfx"
-
-
-# ---- bytes that lie
-
-
-def framed(name: str) -> tuple[Encoding, TensorSpec, bytes]:
-    encoding = get_encoding(name)
-    spec = spec_of(SHAPE, Dtype.F8_E4M3 if name == "huf8" else Dtype.BF16)
-    data = kv_like(SHAPE) if spec.dtype is Dtype.BF16 else (kv_like(SHAPE) >> 8).astype(np.uint8)
-    stored = encoding.encode(data.tobytes(), spec).tobytes()
-    assert stored[4] == 0, "the sample must be compressed, not stored"
-    return encoding, spec, stored
-
-
-@pytest.mark.parametrize("name", FRAMED)
-def test_every_flipped_bit_of_the_prefix_is_refused(name: str) -> None:
-    encoding, spec, stored = framed(name)
-    for bit in range(PREFIX.size * 8):
-        flipped = bytearray(stored)
-        flipped[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(EncodingError):
-            decode(encoding, flipped, spec)
-
-
-@pytest.mark.parametrize("name", FRAMED)
-def test_every_flipped_bit_of_a_stored_tensors_prefix_is_refused(name: str) -> None:
-    encoding, spec = get_encoding(name), spec_of((2, 8, 16))
-    noise = np.random.default_rng(0).integers(0, 1 << 16, spec.shape, np.uint16)
-    stored = encoding.encode(noise, spec).tobytes()
-    assert stored[4] == 1
-    for bit in range(PREFIX.size * 8):
-        flipped = bytearray(stored)
-        flipped[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(EncodingError):
-            decode(encoding, flipped, spec)
-
-
-@pytest.mark.parametrize("name", FRAMED)
-def test_every_truncation_and_any_trailing_byte_is_refused(name: str) -> None:
-    encoding, spec, stored = framed(name)
-    for length in {0, 1, 31, 32, 33, *(len(stored) * tenth // 10 for tenth in range(10)), len(stored) - 1}:
-        with pytest.raises(EncodingError):
-            decode(encoding, stored[:length], spec)
-    for extra in (b"\0", stored, b"x" * 4096):
-        with pytest.raises(EncodingError):
-            decode(encoding, stored + extra, spec)
-
-
-@pytest.mark.parametrize("name", FRAMED)
-def test_flipped_bits_of_the_huffman_coded_stream_are_refused(name: str) -> None:
-    encoding, spec, stored = framed(name)
-    begin, end = zstd_stream(stored)
-    generator = np.random.default_rng(1)
-    for bit in generator.integers(begin * 8, end * 8, 400):
-        flipped = bytearray(stored)
-        flipped[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(EncodingError):
-            decode(encoding, flipped, spec)
-
-
-def other_frames(content: bytes) -> dict[str, bytes]:
-    """zstd streams that are not one frame of `content` with its size and a checksum."""
-    plain = zstandard.ZstdCompressor(write_checksum=True).compress(content)
-    half = len(content) // 2
-    two = [zstandard.ZstdCompressor(write_checksum=True).compress(part) for part in (content[:half], content[half:])]
-    skippable = struct.pack("<II", 0x184D2A50, len(content)) + bytes(len(content))
-    return {
-        "no checksum": zstandard.ZstdCompressor().compress(content),
-        "no content size": zstandard.ZstdCompressor(write_checksum=True, write_content_size=False).compress(content),
-        "three frames": plain * 3,
-        "two halves": b"".join(two),
-        "an empty frame behind": plain + zstandard.ZstdCompressor(write_checksum=True).compress(b""),
-        "a skippable frame in front": struct.pack("<II", 0x184D2A50, 4) + b"abcd" + plain,
-        "a skippable frame behind": plain + struct.pack("<II", 0x184D2A50, 4) + b"abcd",
-        "a skippable frame alone": skippable,
-        "one byte short": zstandard.ZstdCompressor(write_checksum=True).compress(content[:-1]),
-        "one byte long": zstandard.ZstdCompressor(write_checksum=True).compress(content + b"\0"),
-        "claims a terabyte": claim_size(plain, 1 << 40),
-        "claims what is expected": claim_size(
-            zstandard.ZstdCompressor(write_checksum=True).compress(bytes(1 << 20)), len(content)
-        ),
-        "empty": b"",
-        "no zstd": bytes(range(256)),
-    }
-
-
-def claim_size(frame: bytes, size: int) -> bytes:
-    """The same blocks behind a header with an 8-byte content size."""
-    descriptor = 0b1110_0100  # 8-byte size, single segment, checksum
-    return frame[:4] + struct.pack("<BQ", descriptor, size) + frame[zstandard.frame_header_size(frame) :]
-
-
-def zstd_stream(stored: bytes) -> tuple[int, int]:
-    """Where the stream that is a zstd frame lies."""
-    begin = stored.index(b"\x28\xb5\x2f\xfd")
-    sizes = PREFIX.unpack_from(stored)[5:]
-    starts = np.cumsum([PREFIX.size, *sizes])
-    index = list(starts).index(begin)
-    return begin, int(starts[index + 1])
-
-
-@pytest.mark.parametrize("name", FRAMED)
-@pytest.mark.parametrize("kind", list(other_frames(b"x" * 100)))
-def test_zstd_streams_of_another_kind_are_refused_in_bounded_memory(name: str, kind: str) -> None:
-    encoding, spec, stored = framed(name)
-    begin, end = zstd_stream(stored)
-    content = zstandard.ZstdDecompressor().decompress(stored[begin:end])
-    stream = other_frames(content)[kind]
-    fields = list(PREFIX.unpack_from(stored))
-    fields[fields.index(end - begin, 5)] = len(stream)
-    lie = PREFIX.pack(*fields) + stored[PREFIX.size : begin] + stream + stored[end:]
-    decode(encoding, stored, spec)  # scratch memory is there now
-    tracemalloc.start()
-    try:
-        with pytest.raises(EncodingError):
-            decode(encoding, lie, spec)
-        assert tracemalloc.get_traced_memory()[1] < 4 * spec.nbytes + (1 << 20)
-    finally:
-        tracemalloc.stop()
-
-
-@pytest.mark.parametrize("name", FRAMED)
-def test_a_frame_of_any_zstd_level_is_read(name: str) -> None:
-    encoding, spec, stored = framed(name)
-    begin, end = zstd_stream(stored)
-    content = zstandard.ZstdDecompressor().decompress(stored[begin:end])
-    stream = zstandard.ZstdCompressor(level=19, write_checksum=True).compress(content)
-    fields = list(PREFIX.unpack_from(stored))
-    fields[fields.index(end - begin, 5)] = len(stream)
-    other = PREFIX.pack(*fields) + stored[PREFIX.size : begin] + stream + stored[end:]
-    assert decode(encoding, other, spec).tobytes() == decode(encoding, stored, spec).tobytes()
-
-
-@pytest.mark.parametrize("name", FRAMED)
-@given(noise=st.binary(max_size=300), at=st.integers(0, 200), data=st.data())
-@settings(max_examples=300, deadline=None)
-def test_any_bytes_are_refused_or_decoded(name: str, noise: bytes, at: int, data: st.DataObject) -> None:
-    encoding, spec, stored = framed(name)
-    lie = noise if data.draw(st.booleans()) else stored[:at] + noise + stored[at + len(noise) :]
-    try:
-        decode(encoding, lie, spec)
-    except EncodingError:
-        pass
