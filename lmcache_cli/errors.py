@@ -4,6 +4,8 @@ CommandError                 `exit_code` 1
 ├── Refused                  2: the request is wrong, or dangerous without a further word
 │   ├── QuantityError        a size, duration or subset that cannot be read
 │   └── SettingsError        a setting in a file or the environment that cannot be read
+├── DamageFound              3: the one thing that was asked about is damaged
+├── TooNew                   12: the one thing that was asked about is of a newer format
 ├── OutputFailed             standard output cannot be written (a full disk)
 └── OutputClosed             141: the reader of standard output went away; nothing is printed about it
 """
@@ -37,6 +39,14 @@ class QuantityError(Refused):
 
 class SettingsError(Refused):
     pass
+
+
+class DamageFound(CommandError):
+    exit_code = ExitCode.DAMAGE
+
+
+class TooNew(CommandError):
+    exit_code = ExitCode.TOO_NEW
 
 
 class OutputFailed(CommandError):

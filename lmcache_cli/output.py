@@ -95,13 +95,21 @@ class Output:
 
     # ------------------------------------------------------------------ data, on stdout
 
-    def table(self, kind: str, rows: Iterable[object], *, columns: Sequence[str]) -> int:
+    def table(
+        self,
+        kind: str,
+        rows: Iterable[object],
+        *,
+        columns: Sequence[str],
+        terminal_columns: Sequence[str] | None = None,
+    ) -> int:
         """Prints rows as they come and returns how many there were.
 
-        People see `columns`; JSON holds every key of the row, under the schema `lmcache.<kind>/1`.
+        Pipes get `columns`, a terminal `terminal_columns` where they differ; JSON holds every key of the row, under the
+        schema `lmcache.<kind>/1`.
         """
         if self._stdout.isatty() and not self.json_lines and not self.quiet:
-            return self._print_table(rows, columns)
+            return self._print_table(rows, terminal_columns or columns)
         if not self.json_lines and not self.quiet:
             self._print_line("\t".join(columns))
         num_rows = 0

@@ -39,12 +39,13 @@ def init(
             raise
         store, created = Store.open(url), False
     with store:
-        session.output.record("store", _described(store))
+        session.output.record("store", described_store(store))
     session.output.summary("made a store" if created else "there is a store already", created=created)
     return ExitCode.OK
 
 
-def _described(store: Store) -> dict[str, object]:
+def described_store(store: Store) -> dict[str, object]:
+    """The properties of a store and of the place it lies in."""
     superblock, capabilities = store.superblock, store.backend.capabilities
     return {
         "url": store.url,

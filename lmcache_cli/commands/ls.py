@@ -40,7 +40,7 @@ def ls(
     from lmcache_cli.store import Store
 
     with Store.open(session.settings.required_store()) as store:
-        return _list_namespaces(session, store) if namespace is None else _list_chunks(session, store, namespace)
+        return list_namespaces(session, store) if namespace is None else _list_chunks(session, store, namespace)
 
 
 def find_namespace(store: Store, start: str) -> Fingerprint:
@@ -52,7 +52,8 @@ def find_namespace(store: Store, start: str) -> Fingerprint:
     return found[0]
 
 
-def _list_namespaces(session: Session, store: Store) -> ExitCode:
+def list_namespaces(session: Session, store: Store) -> ExitCode:
+    """Prints a row for every namespace and a warning for each that cannot be read."""
     from lmcache_cli.commands.overview import NamespaceStatus, namespace_overviews, total_usage
 
     overviews = list(namespace_overviews(store))

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import pty
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import pytest
+
+if TYPE_CHECKING:
+    from lmcache_cli.store import Namespace
 
 FAKE_PROGRAM = Path(__file__).with_name("fake_program.py")
 
@@ -82,6 +86,39 @@ def lmcache(tmp_path: Path) -> Program:
     return Program([sys.executable, "-m", "lmcache_cli"], tmp_path)
 
 
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """The real command line inside the test's own process: for large tables, where a process each takes too long."""
+
+    monkeypatch: pytest.MonkeyPatch
+    capture: pytest.CaptureFixture[bytes]
+    folder: Path
+
+    def __call__(self, *arguments: str | bytes | Path, env: Mapping[str, str] | None = None) -> Ran:
+        from lmcache_cli.app import main
+
+        with self.monkeypatch.context() as patch:
+            patch.chdir(self.folder)
+            patch.setenv("XDG_CONFIG_HOME", str(self.folder / "config-home"))
+            patch.delenv("LMCACHE_STORE", raising=False)
+            for name, value in (env or {}).items():
+                patch.setenv(name, value)
+            self.capture.readouterr()
+            code = main([os.fsdecode(argument) for argument in arguments])
+        stdout, stderr = self.capture.readouterr()
+        return Ran(code, stdout, stderr)
+
+
+@pytest.fixture
+def inside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> Iterator[Inside]:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield Inside(monkeypatch, capfdbinary, tmp_path)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def fake(tmp_path: Path) -> Program:
     """The real command line with one command more, `fake`, that prints, waits and fails as told."""
@@ -90,11 +127,9 @@ def fake(tmp_path: Path) -> Program:
 
 @pytest.fixture
 def made_store(tmp_path: Path) -> Path:
-    """A store with one namespace: 3 chunks of one document and a tail, 4 tokens a chunk, model `org/tiny [v1]`."""
-    import numpy as np
-
+    """A store of one namespace, 4 tokens a chunk: a document of 3 chunks and a tail, another that shares its first."""
     from lmcache_cli.store import Store
-    from lmcache_format import AttentionKind, Dtype, Identity, LayerGroup, chunk_keys, next_key
+    from lmcache_format import AttentionKind, Dtype, Identity, LayerGroup
 
     identity = Identity(
         model="org/tiny [v1]",
@@ -107,15 +142,22 @@ def made_store(tmp_path: Path) -> Path:
         groups=(LayerGroup(AttentionKind.FULL, 0, 2),),
         chunk_tokens=4,
     )
-    tokens = list(range(100, 114))
     folder = tmp_path / "a store"
     with Store.create(str(folder)) as store, store.namespace(identity, create=True) as namespace:
-        parent = namespace.root()
-        keys = [*chunk_keys(parent, tokens, 4)]
-        keys.append(next_key(keys[-1], tokens[12:]))
-        for depth, key in enumerate(keys):
-            chunk = namespace.buffer(len(tokens[4 * depth : 4 * depth + 4]))
-            chunk.memory[:] = np.random.default_rng(depth).bytes(chunk.size_bytes)
-            namespace.put(chunk, key=key, parent=parent, depth=depth)
-            parent = key
+        _store_document(namespace, list(range(100, 114)), "first")
+        _store_document(namespace, [*range(100, 104), *range(200, 204)], "second")
     return folder
+
+
+def _store_document(namespace: Namespace, tokens: list[int], name: str) -> None:
+    from lmcache_format import next_key
+
+    parent = namespace.root()
+    for depth, start in enumerate(range(0, len(tokens), 4)):
+        words = tokens[start : start + 4]
+        key = next_key(parent, words)
+        chunk = namespace.buffer(len(words))
+        chunk.memory[:] = bytes(number % 251 for number in range(chunk.size_bytes))
+        namespace.put(chunk, key=key, parent=parent, depth=depth, tokens=words)
+        parent = key
+    namespace.label(name, parent, len(tokens), depth)
