@@ -39,6 +39,8 @@ class TestLocal(BackendContract):
 
 
 class TestLocalWithoutOpenat2(TestLocal):
+    many_names = 500
+
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Iterator[Backend]:
         backend = LocalBackend(tmp_path / "store", SystemCalls(open_beneath=local_syscalls.open_stepwise))
@@ -47,6 +49,8 @@ class TestLocalWithoutOpenat2(TestLocal):
 
 
 class TestLocalWithoutHardLinks(TestLocal):
+    many_names = 500
+
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Iterator[Backend]:
         script = FaultScript(Fault("link", Fail(os_error(errno.EPERM))))
@@ -59,6 +63,7 @@ class TestLocalWithPlainRenameOnly(TestLocal):
     """The poorest file systems: no hard links, no conditional rename, no fallocate, no direct I/O."""
 
     atomic_create = False
+    many_names = 500
 
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Iterator[Backend]:
@@ -74,11 +79,13 @@ class TestLocalWithPlainRenameOnly(TestLocal):
 
 class TestMemory(BackendContract):
     @pytest.fixture
-    def backend(self) -> Backend:  # type: ignore[override]
+    def backend(self) -> Backend:
         return MemoryBackend("contract")
 
 
 class TestRetried(BackendContract):
+    many_names = 500
+
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Iterator[Backend]:
         backend = RetryBackend(LocalBackend(tmp_path / "store"))
@@ -86,18 +93,22 @@ class TestRetried(BackendContract):
         backend.close()
 
     @pytest.fixture
-    def broken(self) -> Backend:  # type: ignore[override]
+    def broken(self) -> Backend:
         inner = FaultBackend(MemoryBackend(), FaultScript(Fault("*", Fail(unavailable()))))
         return RetryBackend(inner, RetryPolicy(pause_s=0.0))
 
 
 class TestMetered(BackendContract):
+    many_names = 500
+
     @pytest.fixture
-    def backend(self) -> Backend:  # type: ignore[override]
+    def backend(self) -> Backend:
         return MeteredBackend(MemoryBackend())
 
 
 class TestFaultless(BackendContract):
+    many_names = 500
+
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Iterator[Backend]:
         backend = FaultBackend(LocalBackend(tmp_path / "store"), FaultScript())
