@@ -40,7 +40,7 @@ class Index:
         self.manifest = Manifest(backend, fingerprint, self._events)
         self.state = merge(self.manifest.refresh())
         self.late = empty_state()
-        self._late_segments: list[Segment] = []
+        self.late_segments: list[Segment] = []
 
     @property
     def problems(self) -> list[SegmentProblem]:
@@ -51,8 +51,8 @@ class Index:
         """Take what other writers flushed since into `late`. Raises `BackendError`."""
         new = self.manifest.refresh()
         if new:
-            self._late_segments += new
-            self.late = merge(self._late_segments)
+            self.late_segments += new
+            self.late = merge(self.late_segments)
 
     def lists(self, nonce: str) -> bool:
         """True for a write that the index has, or had when it was first read."""
