@@ -464,6 +464,7 @@ def _segment_cases() -> Iterator[Case]:
     yield entry_case("section-overlap", 1, 8, struct.unpack_from("<Q", data, 64 + 8)[0])
     yield entry_case("section-hole", 2, 8, struct.unpack_from("<Q", data, 64 + 48 * 2 + 8)[0] + 64)
     yield case("gap-not-zero", _gap_filled(data))
+    yield case("bytes-after-the-last-section", _appended(data))
     yield case("section-twice", join_segment(data, [*sections, sections[3]]))
     yield case(
         "section-must-be-understood", join_segment(data, [*sections, (b"NEW!", 1, b"", 0)]), "UnsupportedVersion"
@@ -514,6 +515,13 @@ def _gap_filled(data: bytes) -> bytes:
             return bytes(changed)
         end = offset + length
     raise AssertionError("the segment has no gap")
+
+
+def _appended(data: bytes) -> bytes:
+    """The segment with bytes behind its last section that its header counts."""
+    changed = bytearray(data + b"more")
+    struct.pack_into("<Q", changed, 40, len(changed))
+    return seal_segment(changed, 64 + 48 * struct.unpack_from("<I", data, 12)[0])
 
 
 def _identity_cases() -> Iterator[Case]:

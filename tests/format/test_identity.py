@@ -125,6 +125,11 @@ def test_names_that_cannot_be_stored_are_refused_at_once(text: str) -> None:
         plain_identity(model=text)
 
 
+def test_a_dtype_is_one_of_the_enumeration() -> None:
+    with pytest.raises(IdentityError):
+        plain_identity(dtype="BF16")
+
+
 def test_replacing_a_field_checks_again() -> None:
     with pytest.raises(IdentityError):
         replace(plain_identity(), chunk_tokens=0)

@@ -14,9 +14,11 @@ from lmcache_format.names import (
     SegmentName,
     ShardName,
     chunk_directory,
+    chunks_directory,
     identity_path,
     is_encoding_label,
     is_segment_file_name,
+    namespace_directory,
     new_nonce,
     new_ulid,
     new_writer_id,
@@ -47,6 +49,8 @@ def is_portable(path: str) -> bool:
 def test_a_shard_name_survives_its_path(name: ShardName) -> None:
     assert ShardName.parse(name.path) == name
     assert name.path.startswith(chunk_directory(name.fingerprint, name.key) + "/")
+    assert name.path.startswith(chunks_directory(name.fingerprint) + "/")
+    assert name.path.startswith(namespace_directory(name.fingerprint) + "/")
     assert is_portable(name.path)
     assert is_portable(name.quarantine_path)
 

@@ -258,6 +258,17 @@ def test_checksums_and_sizes_must_be_those_of_the_tensors() -> None:
             build_header(*arguments)  # type: ignore[arg-type]
 
 
+def test_a_header_has_a_limit() -> None:
+    with pytest.raises(ShardError, match="too long"):
+        build_header(replace(tiny_shard().meta, producer={"log": "x" * (4 << 20)}), digests(8))
+
+
+def test_a_header_is_parsed_whole_or_not_at_all() -> None:
+    for header in (tiny_shard().file[:4095], tiny_shard().file[:4097]):
+        with pytest.raises(ShardError, match="length"):
+            parse_header(header)
+
+
 def test_a_newer_shard_is_no_damage() -> None:
     text = header_text(tiny_shard().file)
     for field, value in (("format", "2"), ("checksums", "blake3:AAAA"), ("dtype", "F4_E2M1")):
