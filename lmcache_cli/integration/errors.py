@@ -1,4 +1,4 @@
-"""What can be wrong with a model before any KV is computed.
+"""What can be wrong with a model or a prompt before any KV is computed.
 
 ModelError
 ├── ModelNotFound        no such directory, and nothing of that name on this machine
@@ -6,6 +6,7 @@ ModelError
 ├── UnsupportedModel     its cache is none that this version can store (latents, recurrent state, …)
 ├── AdapterError         an adapter's files are missing or unreadable
 └── GeometryMismatch     the running model's cache has another shape or type than its identity says
+PromptError              a document or prompt file that cannot be read as one
 """
 
 from __future__ import annotations
@@ -33,3 +34,7 @@ class AdapterError(ModelError):
 
 class GeometryMismatch(ModelError):
     pass
+
+
+class PromptError(ValueError):
+    """A document or prompt file that cannot be read as one; says the file, and the line where there are lines."""

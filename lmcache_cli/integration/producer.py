@@ -73,6 +73,11 @@ class Producer(Protocol):
         """Who computed: engine, versions, attention implementation. JSON-able; goes into each shard's header."""
         ...
 
+    @property
+    def max_tokens(self) -> int | None:
+        """The longest sequence the model can attend to; None where there is no limit."""
+        ...
+
     def prefill(self, documents: Sequence[Document], buffers: BufferSource) -> Iterator[ProducedChunk]:
         """Compute the documents as one batch; yield each chunk as soon as it is complete, in order within a document.
 

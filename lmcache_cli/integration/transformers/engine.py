@@ -7,6 +7,7 @@ activations stays bounded and chunks can be written while the next piece is comp
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 from lmcache_cli.integration.errors import GeometryMismatch, UnsupportedModel
 from lmcache_cli.integration.producer import BufferSource, Document, ProducedChunk, TokenIds
@@ -58,13 +60,14 @@ class TransformersEngine:
             raise UnsupportedModel("this version computes KV of models without adapters; merge the adapter first")
         if identity.dtype not in TORCH_DTYPES:
             raise UnsupportedModel(f"transformers does not cache in {identity.dtype}; use BF16, F16 or F32")
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=TORCH_DTYPES[identity.dtype],
-            attn_implementation=attention,
-            local_files_only=True,
-            trust_remote_code=False,
-        )
+        with _without_progress_bars():
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=TORCH_DTYPES[identity.dtype],
+                attn_implementation=attention,
+                local_files_only=True,
+                trust_remote_code=False,
+            )
         return cls(model.to(device), identity, piece_tokens=piece_tokens)
 
     @property
@@ -83,6 +86,12 @@ class TransformersEngine:
             "device": str(self._model.device.type),
             "piece_tokens": self._piece_tokens,
         }
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Positions the model was made for, from its configuration."""
+        limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        return limit if isinstance(limit, int) and limit > 0 else None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -202,6 +211,18 @@ class TransformersEngine:
                 + ("" if wrong is None else f"; expected {wrong[0]}, found {wrong[1]}")
                 + "; this version stores plain keys and values only"
             )
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """transformers draws bars on standard error whether it is a terminal or not; progress is the caller's to show."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _common_start(documents: Sequence[Document]) -> int:

@@ -32,6 +32,9 @@ TINY_CONFIG: dict[str, Any] = {
     "initializer_range": 0.5,
 }
 
+CHUNK, PIECE = 4, 8
+"""Tokens of the tiny models' chunks and pieces."""
+
 MakeDirectory = Callable[..., Path]
 
 
@@ -60,8 +63,8 @@ def make_directory(tmp_path: Path) -> MakeDirectory:
     return make
 
 
-@pytest.fixture
-def make_model(tmp_path: Path) -> MakeDirectory:
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeDirectory:
     """`make_model(name, **config)`: a directory with a tiny random model that transformers loads and runs."""
 
     def make(name: str, **changes: Any) -> Path:
@@ -70,11 +73,21 @@ def make_model(tmp_path: Path) -> MakeDirectory:
 
         config = AutoConfig.for_model(**{**TINY_CONFIG, **changes})
         torch.manual_seed(7)
-        directory = tmp_path / name
+        directory = tmp_path_factory.mktemp(name)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
         return directory
 
     return make
+
+
+@pytest.fixture(scope="session")
+def engine(make_model: MakeDirectory) -> Any:
+    """The transformers engine with a tiny Llama, in float32."""
+    from lmcache_cli.integration.transformers.engine import TransformersEngine
+    from lmcache_cli.integration.transformers.model_identity import identify
+
+    directory = make_model("llama")
+    return TransformersEngine.load(directory, identify(directory, chunk_tokens=CHUNK).identity, piece_tokens=PIECE)
 
 
 def fresh_buffer(num_bytes: int) -> ChunkData:

@@ -14,13 +14,11 @@ from lmcache_cli.integration.producer import Document, KnownChunk, ProducedChunk
 from lmcache_cli.integration.transformers.model_identity import identify
 from lmcache_format.geometry import part_tensors, whole_part
 from lmcache_format.identity import AttentionKind
-from tests.integration.transformers.conftest import MakeDirectory, fresh_buffer
+from tests.integration.transformers.conftest import CHUNK, PIECE, MakeDirectory, fresh_buffer
 
 torch = pytest.importorskip("torch")
 engine_module = pytest.importorskip("lmcache_cli.integration.transformers.engine")
 TransformersEngine = engine_module.TransformersEngine
-
-CHUNK, PIECE = 4, 8
 
 
 def tokens_of(count: int, seed: int = 0) -> TokenIds:
@@ -68,8 +66,7 @@ def assert_chunks_hold(engine: Any, chunks: list[ProducedChunk], own: list[tuple
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9, 16, 21])
-def test_chunks_equal_the_models_own_cache_to_the_bit(make_model: MakeDirectory, length: int) -> None:
-    engine = load(make_model("llama"))
+def test_chunks_equal_the_models_own_cache_to_the_bit(engine: Any, length: int) -> None:
     tokens = tokens_of(length)
     chunks = list(engine.prefill([Document(tokens)], fresh_buffer))
     assert [(chunk.start, chunk.num_tokens) for chunk in chunks] == [
@@ -78,15 +75,13 @@ def test_chunks_equal_the_models_own_cache_to_the_bit(make_model: MakeDirectory,
     assert_chunks_hold(engine, chunks, own_cache(engine, tokens))
 
 
-def test_computing_twice_gives_the_same_bytes(make_model: MakeDirectory) -> None:
-    engine = load(make_model("llama"))
+def test_computing_twice_gives_the_same_bytes(engine: Any) -> None:
     documents = [Document(tokens_of(21)), Document(tokens_of(13, seed=1))]
     first, second = (list(engine.prefill(documents, fresh_buffer)) for _ in range(2))
     assert all(np.array_equal(a.data, b.data) for a, b in zip(first, second, strict=True))
 
 
-def test_known_prefix_is_not_produced_again_and_changes_nothing(make_model: MakeDirectory) -> None:
-    engine = load(make_model("llama"))
+def test_known_prefix_is_not_produced_again_and_changes_nothing(engine: Any) -> None:
     tokens = tokens_of(30)
     whole = list(engine.prefill([Document(tokens)], fresh_buffer))
     known = [KnownChunk(chunk.num_tokens, chunk.data) for chunk in whole[:4]]
@@ -98,8 +93,7 @@ def test_known_prefix_is_not_produced_again_and_changes_nothing(make_model: Make
         assert np.array_equal(a.data, b.data)
 
 
-def test_known_tail_is_completed_to_a_chunk(make_model: MakeDirectory) -> None:
-    engine = load(make_model("llama"))
+def test_known_tail_is_completed_to_a_chunk(engine: Any) -> None:
     tokens = tokens_of(12)
     short = list(engine.prefill([Document(tokens[:6])], fresh_buffer))
     known = [KnownChunk(chunk.num_tokens, chunk.data) for chunk in short]
@@ -111,16 +105,14 @@ def test_known_tail_is_completed_to_a_chunk(make_model: MakeDirectory) -> None:
             torch.testing.assert_close(found, wanted[:, chunk.start : chunk.start + 4], rtol=1e-4, atol=1e-4)
 
 
-def test_all_known_is_nothing_to_do(make_model: MakeDirectory) -> None:
-    engine = load(make_model("llama"))
+def test_all_known_is_nothing_to_do(engine: Any) -> None:
     tokens = tokens_of(6)
     known = [KnownChunk(c.num_tokens, c.data) for c in engine.prefill([Document(tokens)], fresh_buffer)]
     assert list(engine.prefill([Document(tokens, known)], fresh_buffer)) == []
     assert list(engine.prefill([], fresh_buffer)) == []
 
 
-def test_batch_of_unequal_documents_equals_each_alone(make_model: MakeDirectory) -> None:
-    engine = load(make_model("llama"))
+def test_batch_of_unequal_documents_equals_each_alone(engine: Any) -> None:
     lengths = [5, 21, 1, 16, 9]
     documents = [Document(tokens_of(length, seed=length)) for length in lengths]
     chunks = list(engine.prefill(documents, fresh_buffer))
@@ -135,17 +127,16 @@ def test_batch_of_unequal_documents_equals_each_alone(make_model: MakeDirectory)
                 torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_chunks_come_before_the_document_is_computed_whole(make_model: MakeDirectory) -> None:
-    engine = load(make_model("llama"))
+def test_chunks_come_before_the_document_is_computed_whole(engine: Any) -> None:
     chunks = engine.prefill([Document(tokens_of(32))], fresh_buffer)
     calls = []
-    engine.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    hook = engine.model.register_forward_pre_hook(lambda *_: calls.append(1))
     assert next(chunks).start == 0
+    hook.remove()
     assert len(calls) == 1
 
 
-def test_documents_that_know_unequally_much_are_no_batch(make_model: MakeDirectory) -> None:
-    engine = load(make_model("llama"))
+def test_documents_that_know_unequally_much_are_no_batch(engine: Any) -> None:
     known = [KnownChunk(c.num_tokens, c.data) for c in engine.prefill([Document(tokens_of(4))], fresh_buffer)]
     with pytest.raises(ValueError, match="equally many"):
         list(engine.prefill([Document(tokens_of(8), known), Document(tokens_of(8))], fresh_buffer))

@@ -10,24 +10,14 @@ import pytest
 
 from lmcache_cli.integration.producer import Document, TokenIds
 from lmcache_cli.integration.transformers.model_identity import identify
-from tests.integration.transformers.conftest import MakeDirectory, fresh_buffer
+from tests.integration.transformers.conftest import fresh_buffer
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-CHUNK, PIECE = 4, 8
-
 
 def tokens_of(count: int) -> TokenIds:
     return np.random.default_rng(count).integers(3, 64, size=count).astype(np.uint32)
-
-
-@pytest.fixture
-def engine(make_model: MakeDirectory) -> Any:
-    from lmcache_cli.integration.transformers.engine import TransformersEngine
-
-    directory = make_model("llama")
-    return TransformersEngine.load(directory, identify(directory, chunk_tokens=CHUNK).identity, piece_tokens=PIECE)
 
 
 def filled(engine: Any, prompt: TokenIds, num_hit: int, way: str, **options: Any) -> Any:
