@@ -27,6 +27,7 @@ def run_crashes(*arguments: object) -> list[dict[str, object]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_c29_two_hundred_schedules_of_eight_writers(tmp_path: Path) -> None:
     results = run_crashes("schedules", tmp_path, 0, 200)
     assert len(results) == 200
@@ -35,6 +36,7 @@ def test_c29_two_hundred_schedules_of_eight_writers(tmp_path: Path) -> None:
     assert set(said) == set(crashes.OUTCOMES.values()), f"the schedules must reach every outcome: {said}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("durability", list(Durability))
 def test_c24_killed_at_every_system_call(tmp_path: Path, durability: Durability) -> None:
     (result,) = run_crashes("boundaries", tmp_path, durability.value)

@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -157,7 +158,8 @@ def test_deleter_in_a_loop_causes_misses_only(backend: LocalBackend, tmp_path: P
     deleter.start()
     outcomes = {"hit": 0, "miss": 0, "put": 0, "not put": 0}
     try:
-        for _ in range(500):
+        end = time.monotonic() + 60
+        while sum(outcomes.values()) < 1000 or (min(outcomes.values()) == 0 and time.monotonic() < end):
             try:
                 assert backend.read(NAME) == content
                 outcomes["hit"] += 1
@@ -171,8 +173,7 @@ def test_deleter_in_a_loop_causes_misses_only(backend: LocalBackend, tmp_path: P
     finally:
         stop.set()
         deleter.join(30)
-    assert outcomes["miss"] > 0
-    assert outcomes["put"] > 0
+    assert min(outcomes.values()) > 0, f"every outcome is to be seen: {outcomes}"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
