@@ -75,11 +75,13 @@ class Manifest:
         self._events = events
         self._seen: set[str] = set()
         self._superseded: dict[str, str] = {}
+        self._unread: set[str] = set()
+        self._present: set[str] = set()
         self._live: set[str] = set()
 
     @property
     def live_segments(self) -> int:
-        """Segments that are not superseded by another, as of the last refresh."""
+        """Segments that were read and are not superseded by another, as of the last refresh."""
         return len(self._live)
 
     def refresh(self) -> list[Segment]:
@@ -109,7 +111,8 @@ class Manifest:
         Old segments are deleted by a later compaction, once what superseded them is older than `grace_ms` on the
         store's clock. Raises `BackendError`, or `StoreError` where the segment does not come back as written.
         """
-        superseded = tuple(sorted(self._live))
+        gone_soon = self._present & set(self._superseded)  # named again, or who reads only this one would take them in
+        superseded = tuple(sorted(self._live | gone_soon))
         segment = segment_of_state(self._fingerprint, state, writer, _wall_ms(), superseded)
         data = encode_segment(segment)
         name = SegmentName(self._fingerprint, new_ulid(_wall_ms()), writer)
@@ -118,23 +121,33 @@ class Manifest:
             raise StoreError(f"{name.path} came back otherwise than it was written", next_step="check the device")
         self._seen.add(name.file_name)
         self._live = {name.file_name}
-        self._superseded.update(dict.fromkeys(superseded, name.file_name))
+        for old in superseded:
+            self._superseded.setdefault(old, name.file_name)
         self._delete_superseded(grace_ms)
         return name.file_name
 
     def _delete_superseded(self, grace_ms: int) -> None:
         objects = {info.name.rpartition("/")[2]: info for info in self._list()}
         now = self._backend.now_ms()
-        for old, new in list(self._superseded.items()):
+        for old in self._superseded:
             if old not in objects:
                 continue
-            newer = objects.get(new)
+            newer = self._superseder(old, objects)
             if newer is None or now - newer.modified_ms < grace_ms:
                 continue
             try:
                 self._backend.delete(objects[old].name, version=objects[old].version)
             except VersionChanged:
                 continue
+
+    def _superseder(self, old: str, objects: Mapping[str, _Listed]) -> _Listed | None:
+        """The segment that replaced `old`, or what replaced that one if it is gone already."""
+        new = self._superseded.get(old)
+        for _ in self._superseded:
+            if new is None or new in objects:
+                break
+            new = self._superseded.get(new)
+        return None if new is None else objects.get(new)
 
     def _list(self) -> list[_Listed]:
         listed = []
@@ -150,7 +163,7 @@ class Manifest:
         names = sorted(
             (SegmentName.parse(info.name) for info in self._list()), key=lambda name: name.ulid, reverse=True
         )
-        seen, superseded = set(self._seen), dict(self._superseded)
+        seen, superseded, unread = set(self._seen), dict(self._superseded), set(self._unread)
         new: list[Segment] = []
         for name in names:
             if name.file_name in seen or name.file_name in superseded:
@@ -158,11 +171,15 @@ class Manifest:
             segment = self._read(name)
             seen.add(name.file_name)
             if segment is None:
+                unread.add(name.file_name)
                 continue
             new.append(segment)
-            superseded.update({old: name.file_name for old in segment.supersedes if old != name.file_name})
-        self._seen, self._superseded = seen, superseded
-        self._live = {name.file_name for name in names} - set(superseded)
+            for old in segment.supersedes:
+                if old != name.file_name:
+                    superseded.setdefault(old, name.file_name)
+        self._present = {name.file_name for name in names}
+        self._seen, self._superseded, self._unread = seen, superseded, unread
+        self._live = self._present - set(superseded) - unread  # what is unread is not superseded
         return new
 
     def _read(self, name: SegmentName) -> Segment | None:
@@ -205,14 +222,27 @@ def segment_of_pending(fingerprint: Fingerprint, pending: Pending, writer: str, 
 
 
 def segment_of_state(
-    fingerprint: Fingerprint, state: State, writer: str, created_ms: int, supersedes: Sequence[str]
+    fingerprint: Fingerprint,
+    state: State,
+    writer: str,
+    created_ms: int,
+    supersedes: Sequence[str],
+    *,
+    keep_all_touches: bool = False,
 ) -> Segment:
-    """A whole state as one segment. Removes that were swept more than a day ago, and touches of chunks that are gone,
-    are left out."""
+    """A whole state as one segment. Removes that were swept more than a day ago, and touches of chunks that are gone
+    (or not heard of so far, hence `keep_all_touches`), are left out."""
     removes = state.removes
     forget_before = max(0, created_ms - DAY_MS)
     done = ((removes["flags"] & RemoveFlags.SWEPT) != 0) & (removes["marked_ms"] < forget_before)
-    touches = state.touches[np.isin(state.touches["key"], state.keys)]
+    touches = state.touches
+    if not keep_all_touches:
+        touches = touches[np.isin(touches["key"], state.keys)]
+    keys, adds = state.keys, state.adds
+    if len(state.shadowed_keys):
+        keys = np.concatenate([keys, state.shadowed_keys])
+        order = np.argsort(keys, kind="stable")
+        keys, adds = keys[order], np.concatenate([adds, state.shadowed_adds])[order]
     return Segment(
         fingerprint=fingerprint,
         created_ms=created_ms,
@@ -220,8 +250,8 @@ def segment_of_state(
         parts=tuple(map(str, state.parts)),
         encodings=state.encodings,
         versions=state.remove_versions,
-        keys=state.keys,
-        adds=state.adds,
+        keys=keys,
+        adds=adds,
         removes=removes[~done],
         touches=touches,
         supersedes=tuple(supersedes),
@@ -231,7 +261,7 @@ def segment_of_state(
 
 def combine(state: State, fingerprint: Fingerprint, segments: Iterable[Segment]) -> State:
     """The state with further segments merged in."""
-    return merge([segment_of_state(fingerprint, state, "", 0, ()), *segments])
+    return merge([segment_of_state(fingerprint, state, "", 0, (), keep_all_touches=True), *segments])
 
 
 def _numbers(names: Iterable[str]) -> dict[str, int]:

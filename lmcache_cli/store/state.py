@@ -47,10 +47,16 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class State:
-    """Arrays of all present shards, sorted by key; fields `part` and `encoding` of `adds` index the name tuples."""
+    """Arrays of all present shards, sorted by key; fields `part` and `encoding` of `adds` index the name tuples.
+
+    Of several writes of one shard name the latest is present; the others are kept in `shadowed_*` (not sorted), because
+    a remove of the latest, not heard of so far, brings the next one forward.
+    """
 
     keys: U64
     adds: Records
+    shadowed_keys: U64
+    shadowed_adds: Records
     parts: tuple[Part, ...]
     encodings: tuple[str, ...]
     removes: Records
@@ -107,10 +113,12 @@ def merge(segments: Iterable[Segment]) -> State:
     encodings = _Names(segment.encodings for segment in live)
     versions = _Names(segment.versions for segment in live)
     removes = _merge_removes(live, parts, encodings, versions)
-    keys, adds = _merge_adds(live, parts, encodings, removes)
+    keys, adds, is_shadowed = _merge_adds(live, parts, encodings, removes)
     return State(
-        keys=keys,
-        adds=adds,
+        keys=keys if is_shadowed is None else keys[~is_shadowed],
+        adds=adds if is_shadowed is None else adds[~is_shadowed],
+        shadowed_keys=keys[:0] if is_shadowed is None else keys[is_shadowed],
+        shadowed_adds=adds[:0] if is_shadowed is None else adds[is_shadowed],
         parts=tuple(Part.parse(name) for name in parts.names),
         encodings=tuple(encodings.names),
         removes=removes,
@@ -165,7 +173,10 @@ class _Names:
         return self._maps[segment][numbers] if len(numbers) else numbers
 
 
-def _merge_adds(segments: Sequence[Segment], parts: _Names, encodings: _Names, removes: Records) -> tuple[U64, Records]:
+def _merge_adds(
+    segments: Sequence[Segment], parts: _Names, encodings: _Names, removes: Records
+) -> tuple[U64, Records, npt.NDArray[np.bool_] | None]:
+    """Keys and adds in order, and which of them a later write of the same name shadows (None: not one)."""
     filled = [number for number, segment in enumerate(segments) if len(segment.keys)]
     tables = []
     for number in filled:
@@ -176,7 +187,7 @@ def _merge_adds(segments: Sequence[Segment], parts: _Names, encodings: _Names, r
             adds["encoding"] = encodings.translate(number, adds["encoding"])
         tables.append(adds)
     if not filled:
-        return np.empty(0, KEY_DTYPE), np.empty(0, ADD_DTYPE)
+        return np.empty(0, KEY_DTYPE), np.empty(0, ADD_DTYPE), None
     keys = segments[filled[0]].keys if len(filled) == 1 else np.concatenate([segments[n].keys for n in filled])
     adds = tables[0] if len(filled) == 1 else np.concatenate(tables)
     if len(removes):
@@ -184,7 +195,7 @@ def _merge_adds(segments: Sequence[Segment], parts: _Names, encodings: _Names, r
         if not kept.all():
             keys, adds = keys[kept], adds[kept]
     if _is_strictly_sorted(keys):
-        return keys, adds
+        return keys, adds, None
     return _sorted_and_unique(keys, adds)
 
 
@@ -192,17 +203,27 @@ def _is_strictly_sorted(keys: U64) -> bool:
     return bool((keys[1:] > keys[:-1]).all())
 
 
-def _sorted_and_unique(keys: U64, adds: Records) -> tuple[U64, Records]:
-    """Sorted by key, part, encoding; of several adds of one shard name the latest counts."""
+def _sorted_and_unique(keys: U64, adds: Records) -> tuple[U64, Records, npt.NDArray[np.bool_] | None]:
+    """Sorted by key, part, encoding; every write once; of several writes of one shard name the latest counts."""
     order = np.lexsort((adds["nonce"], adds["created_ms"], adds["encoding"], adds["part"], adds["key_rest"], keys))
     keys, adds = keys[order], adds[order]
-    same = keys[1:] == keys[:-1]
+    same_name = _same_name(keys, adds)
+    if not same_name.any():
+        return keys, adds, None
+    again = same_name & (adds["nonce"][1:] == adds["nonce"][:-1])
+    if again.any():
+        kept = np.concatenate([~again, [True]])
+        keys, adds = keys[kept], adds[kept]
+        same_name = _same_name(keys, adds)
+    return keys, adds, np.concatenate([same_name, [False]]) if same_name.any() else None
+
+
+def _same_name(keys: U64, adds: Records) -> npt.NDArray[np.bool_]:
+    """For every row but the last: is the next one a write of the same shard name?"""
+    same: npt.NDArray[np.bool_] = keys[1:] == keys[:-1]
     for name in ("key_rest", "part", "encoding"):
         same &= adds[name][1:] == adds[name][:-1]
-    if not same.any():
-        return keys, adds
-    last = np.concatenate([~same, [True]])
-    return keys[last], adds[last]
+    return same
 
 
 def _merge_removes(segments: Sequence[Segment], parts: _Names, encodings: _Names, versions: _Names) -> Records:
@@ -219,7 +240,11 @@ def _merge_removes(segments: Sequence[Segment], parts: _Names, encodings: _Names
     removes: Records = np.concatenate(tables)
     if len(removes) < 2:
         return removes
-    order = np.lexsort((removes["flags"], removes["marked_ms"], removes["nonce"]))
+    rank = np.append(np.argsort(np.argsort(np.array(versions.names, np.str_))), len(versions.names))
+    version = rank[
+        np.minimum(removes["version"], len(versions.names))
+    ]  # by name: numbers depend on the order of reading
+    order = np.lexsort((version, removes["reason"], removes["marked_ms"], removes["nonce"]))
     removes = removes[order]
     starts = np.flatnonzero(np.concatenate([[True], removes["nonce"][1:] != removes["nonce"][:-1]]))
     merged: Records = removes[starts]
@@ -232,6 +257,11 @@ def _merge_labels(segments: Sequence[Segment]) -> tuple[Label, ...]:
     for segment in segments:
         for label in segment.labels:
             known = labels.get((label.name, label.key))
-            if known is None or known.created_ms < label.created_ms:
+            if known is None or _age(known) < _age(label):
                 labels[(label.name, label.key)] = label
     return tuple(labels[key] for key in sorted(labels))
+
+
+def _age(label: Label) -> tuple[int, int, int]:
+    """Orders labels of one name and key by time; those of one moment in some way that all readers share."""
+    return label.created_ms, label.num_tokens, label.depth
