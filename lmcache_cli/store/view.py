@@ -20,7 +20,7 @@ from .coverage import covers
 from .state import Entry, State
 
 KEY_NUMBER = np.dtype(">u8")
-MAX_PARTS = 63
+PARTS_A_WORD = 64
 K = TypeVar("K", bytes, int)
 
 
@@ -36,6 +36,7 @@ class View:
         self._recent_tails: dict[int, list[Entry]] = {}
         self._dropped: set[str] = set()
         self._keys, self._rest, self._present = self._presence()
+        self._has_collisions = bool((self._keys[1:] == self._keys[:-1]).any())
         self._tail_parents, self._tail_rows = self._tails()
 
     def match(self, keys: KeyList) -> int:
@@ -51,8 +52,8 @@ class View:
             at[at == len(self._keys)] = 0
             found = (self._keys[at] == wanted) & (self._rest[at] == numbers[:, 1]) & self._present[at]
         length = count if found.all() else int(found.argmin())
-        if self._recent:
-            while length < count and (found[length] or self._is_recent(keys[length])):
+        if self._recent or self._has_collisions:
+            while length < count and (found[length] or self._is_beside(keys[length])):
                 length += 1
         return length
 
@@ -91,16 +92,21 @@ class View:
         self._dropped.add(entry.nonce)
         _drop_from(self._recent, entry.key, entry.nonce)
         _drop_from(self._recent_tails, entry.parent, entry.nonce)
-        at = int(np.searchsorted(self._keys, np.uint64(key_number(entry.key))))
-        if at < len(self._keys) and int(self._keys[at]) == key_number(entry.key):
-            self._present[at] = self.is_present(entry.key)
+        number, rest = key_number(entry.key), key_number(entry.key, 8)
+        at = int(np.searchsorted(self._keys, np.uint64(number)))
+        while at < len(self._keys) and int(self._keys[at]) == number:
+            if int(self._rest[at]) == rest:
+                self._present[at] = self.is_present(entry.key)
+                break
+            at += 1
 
     def is_dropped(self, nonce: str) -> bool:
         """True for a shard that `drop` was told about."""
         return nonce in self._dropped
 
-    def _is_recent(self, key: bytes) -> bool:
-        return key[:16] in self._recent and self.is_present(key)
+    def _is_beside(self, key: bytes) -> bool:
+        """Present by what came since the arrays were built, or hidden in them by a key that begins alike."""
+        return (key[:16] in self._recent or self._has_collisions) and self.is_present(key)
 
     def _presence(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
         """Unique keys, the second 8 bytes of each, and whether its readable shards cover the need."""
@@ -119,17 +125,37 @@ class View:
 
     def _covered(self, usable: npt.NDArray[np.bool_], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """For each group of shards of one chunk: do the parts together cover the need? Decided once a combination."""
-        useful = [n for n, part in enumerate(self.state.parts) if part.intersect(self.need) is not None][:MAX_PARTS]
+        useful = [n for n, part in enumerate(self.state.parts) if part.intersect(self.need) is not None]
+        words = [useful[start : start + PARTS_A_WORD] for start in range(0, len(useful), PARTS_A_WORD)] or [[]]
+        masks = np.stack([self._part_masks(word, usable, starts) for word in words], axis=1)
+        if len(words) == 1:
+            unique, which = np.unique(masks[:, 0], return_inverse=True)
+            combinations = unique[:, None]
+        else:
+            combinations, which = np.unique(masks, axis=0, return_inverse=True)
+        answers = [
+            covers(
+                [
+                    self.state.parts[number]
+                    for word, mask in zip(words, combination, strict=True)
+                    for bit, number in enumerate(word)
+                    if int(mask) >> bit & 1
+                ],
+                self.need,
+            )
+            for combination in combinations
+        ]
+        return np.array(answers, np.bool_)[which.reshape(-1)]
+
+    def _part_masks(
+        self, numbers: list[int], usable: npt.NDArray[np.bool_], starts: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.uint64]:
+        """For each group of shards, which of the parts `numbers` are there: bit i stands for the i-th."""
         bits = np.zeros(len(self.state.parts), np.uint64)
-        for bit, number in enumerate(useful):
+        for bit, number in enumerate(numbers):
             bits[number] = np.uint64(1 << bit)
         masks = np.where(usable, bits[self.state.adds["part"]], np.uint64(0))
-        combinations, which = np.unique(np.bitwise_or.reduceat(masks, starts), return_inverse=True)
-        answers = [
-            covers([self.state.parts[n] for bit, n in enumerate(useful) if int(mask) >> bit & 1], self.need)
-            for mask in combinations
-        ]
-        return np.array(answers, np.bool_)[which]
+        return np.bitwise_or.reduceat(masks, starts)
 
     def _tails(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
         rows = np.flatnonzero(self.state.adds["num_tokens"] < self._chunk_tokens)
