@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import struct
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +18,10 @@ from lmcache_cli.backends.local.staging import this_host
 from lmcache_cli.store import Namespace, NoSuchNamespace, Store
 from lmcache_cli.store.survey import Level, Share
 from lmcache_cli.store.verify import FindingKind, Verification, VerifyOptions, VerifyReport, verify
-from lmcache_format.checksums import xxh3_hex
 from lmcache_format.geometry import Part
 from lmcache_format.identity import Fingerprint, Identity, fingerprint_of
 from lmcache_format.segment import RemoveReason
+from tests.store.altered_shards import in_format
 from tests.store.pattern import document, put_document
 
 LEVELS = tuple(Level)
@@ -199,21 +198,10 @@ def test_a_stranger_under_a_shards_name_is_foreign_unless_it_replaced_one(filled
     assert kinds(check(filled)) == ["damaged", "foreign"]
 
 
-def newer_format(path: Path, version: str = "9") -> None:
-    """What a later release may write: the same frame, another format, a right header checksum."""
-    data = bytearray(path.read_bytes())
-    size = struct.unpack_from("<Q", data)[0] + 8
-    header = data[:size].replace(b'"lmcache.format":"1"', b'"lmcache.format":"' + version.encode() + b'"')
-    at = header.index(b'header_checksum":"') + len(b'header_checksum":"')
-    header[at : at + 32] = b"0" * 32
-    header[at : at + 32] = xxh3_hex(bytes(header)).encode()
-    path.write_bytes(bytes(header) + bytes(data[size:]))
-
-
 @pytest.mark.parametrize("level", [Level.HEADERS, Level.FULL])
 def test_a_newer_shard_is_no_damage(filled: Path, level: Level):
     victim = shards(filled)[0]
-    newer_format(victim)
+    in_format(victim, "9")
     report = check(filled, level)
     assert [(f.kind, f.path) for f in report.findings] == [(FindingKind.NEWER, str(victim.relative_to(filled)))]
     assert "'9'" in report.findings[0].reason
@@ -224,7 +212,7 @@ def test_a_newer_shard_is_no_damage(filled: Path, level: Level):
 def test_an_unknown_encoding_is_no_damage(filled: Path, level: Level):
     victim = shards(filled)[0]
     victim.rename(victim.with_name(victim.name.replace(".raw.", ".zzz9.")))
-    newer_format(next(filled.rglob("*.zzz9.safetensors")))
+    in_format(next(filled.rglob("*.zzz9.safetensors")), "9")
     report = check(filled, level)
     assert kinds(report) == ["missing", "newer"]
 
