@@ -186,6 +186,15 @@ def _project_file(folder: Path | None) -> _SettingsFile | None:
     return None
 
 
+def user_cache_dir() -> Path | None:
+    """Where this user's caches go; None without a home folder. What is in it can be made again."""
+    configured = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(configured) if configured else Path.home() / ".cache") / "lmcache"
+    except RuntimeError:
+        return None
+
+
 def _user_file() -> _SettingsFile | None:
     configured = os.environ.get("XDG_CONFIG_HOME")
     try:

@@ -13,9 +13,12 @@ from lmcache_cli.commands.command import Command
 HELP_COLUMNS = 100
 
 # In the order of a first use; "group verb" is `verb` in the module `group_verb`.
-COMMANDS = ("init", "ls", "stats", "inspect", "verify", "config show")
+COMMANDS = ("init", "ls", "stats", "inspect", "verify", "repair", "warm", "bench ttft", "config show")
 
-GROUPS = {"config": "Settings, and where each of them comes from."}
+GROUPS = {
+    "bench": "Measurements on your own model and prompts.",
+    "config": "Settings, and where each of them comes from.",
+}
 
 
 def build_root(*, on_terminal: bool = False) -> TyperGroup:

@@ -135,7 +135,7 @@ class Namespace:
     """One identity's chunks in a store. Methods may be called from several threads; close it, or use `with`.
 
     `need` is the part this reader wants (all layers and heads by default); a chunk is present when the readable shards
-    cover it. Lossy encodings are readable only with `allow_lossy`.
+    cover it. Lossy encodings are readable only with `allow_lossy`. `producer` goes into every shard that is written.
     """
 
     def __init__(
@@ -158,6 +158,7 @@ class Namespace:
         self.events = events or Events()
         self._backend = backend
         self._options = writer or WriterOptions()
+        self.producer: Mapping[str, Any] = self._options.producer or {}
         self._allow_lossy = allow_lossy
         self._lock = threading.RLock()
         self._manifest = Manifest(backend, self.fingerprint, self.events)
@@ -409,7 +410,7 @@ class Namespace:
             created_ms=_wall_ms(),
             writer=self._writer_id,
             encoding=info,
-            producer=self._options.producer or {},
+            producer=self.producer,
             tokens=tuple(map(int, token_words(tokens))) if tokens is not None and self._options.keep_tokens else None,
         )
         try:
@@ -667,6 +668,8 @@ class Namespace:
 
     def _note_touch(self, key: bytes, hits: int = 0) -> None:
         number = key_number(key)
+        if not self._pending:
+            self._pending_since = self._clock()
         day, known = self._pending.touches.get(number, (0, self._known_hits(number)))
         self._pending.touches[number] = (max(day, _wall_ms() // DAY_MS), known + hits)
 

@@ -107,7 +107,7 @@ def find_identity(store: Store, fingerprint: Fingerprint) -> FoundIdentity:
 
 def chosen_namespaces(store: Store, fingerprint: Fingerprint | None) -> list[Fingerprint]:
     """All namespaces, or the one asked for. Raises `NoSuchNamespace`, `BackendError`."""
-    there = store.fingerprints()
+    there = sorted(set(store.fingerprints()))  # a back-end may list a thing twice
     if fingerprint is None:
         return there
     if fingerprint not in there:

@@ -131,13 +131,15 @@ class Store:
         identity: Identity,
         *,
         create: bool = False,
+        missing_ok: bool = False,
         need: Part | None = None,
         allow_lossy: bool = False,
         allow_unverified: bool = False,
         writer: WriterOptions | None = None,
         reader_threads: int = 3,
     ) -> Namespace:
-        """Open the namespace of an identity; with `create`, make it if need be and be ready to write.
+        """Open the namespace of an identity; with `create`, make it if need be and be ready to write; with `missing_ok`
+        one that does not exist is an empty one.
 
         Raises `NoSuchNamespace` without `create`, and `Refused` for weights that nobody can tell apart from others of
         the same name, unless `allow_unverified`.
@@ -150,7 +152,7 @@ class Store:
         if create:
             self.check(Operation.WRITE)
             self._write_identity(identity)
-        elif self.backend.stat(identity_path(identity.fingerprint)) is None:
+        elif not missing_ok and self.backend.stat(identity_path(identity.fingerprint)) is None:
             raise NoSuchNamespace(
                 f"{self.url} has nothing for {identity.model!r} ({identity.fingerprint})", next_step="see: lmcache ls"
             )
