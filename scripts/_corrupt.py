@@ -18,7 +18,6 @@ from _golden import (
     CREATED_MS,
     FULL,
     Namespace,
-    RemoveReason,
     Shard,
     add_records,
     json_bytes,
@@ -35,7 +34,7 @@ from lmcache_format.canonical_json import dump_canonical
 from lmcache_format.checksums import xxh3, xxh3_hex
 from lmcache_format.identity import fingerprint_of
 from lmcache_format.names import identity_path, superblock_path
-from lmcache_format.segment import Label, Segment, encode_segment
+from lmcache_format.segment import Label, RemoveReason, Segment, encode_segment
 
 START = b'{"__metadata__":{"lmcache.header_checksum":"'
 TINY = Identity(

@@ -209,7 +209,7 @@ def test_stock_safetensors_opens_shards_in_numpy_where_numpy_has_the_dtype(path:
 
 @pytest.mark.parametrize("path", SHARDS, ids=shard_id)
 def test_stock_safetensors_deserializes_every_shard_without_numpy_or_torch(path: Path) -> None:
-    found = dict(safetensors.deserialize(path.read_bytes()))
+    found = dict(safetensors.deserialize(path.read_bytes()))  # type: ignore[no-untyped-call]
     assert {name: bytes(entry["data"]) for name, entry in found.items()} == stored_bytes(path)
 
 

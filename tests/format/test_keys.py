@@ -67,9 +67,19 @@ def test_c01_keys_never_come_from_the_built_in_hash() -> None:
 
 @pytest.mark.parametrize(
     "form",
-    [list, tuple, np.int64, np.int32, np.uint32, np.uint64, np.uint16, lambda t: np.array(t, ">i4"),
-     lambda t: np.repeat(np.array(t, np.int64), 2)[::2], lambda t: [np.int64(x) for x in t]],
-)  # fmt: skip
+    [
+        list,
+        tuple,
+        np.int64,
+        np.int32,
+        np.uint32,
+        np.uint64,
+        np.uint16,
+        lambda t: np.array(t, ">i4"),
+        lambda t: np.repeat(np.array(t, np.int64), 2)[::2],
+        lambda t: [np.int64(x) for x in t],
+    ],
+)
 def test_c01_every_form_of_the_same_tokens_has_the_same_keys(form: Any) -> None:
     keys = chunk_keys(root_key(FINGERPRINT), form(TOKENS), 256)
     assert [key.hex() for key in keys] == [GOLDEN["chunk_0"], GOLDEN["chunk_1"]]
@@ -101,9 +111,28 @@ def test_tails_of_other_tokens_or_lengths_have_other_keys(one: list[int], other:
 
 @pytest.mark.parametrize(
     "tokens",
-    [[-1], [2**32], [2**64], [2**63, -1], [1.0], ["1"], [True], [None], [[1]], [[]], "12", b"12", np.array(3),
-     np.array([1.0]), np.array([[1]]), np.array([True]), np.array([-1], np.int8), np.array([2**40])],
-)  # fmt: skip
+    [
+        [-1],
+        [2**32],
+        [2**64],
+        [2**63, -1],
+        [1.0],
+        ["1"],
+        [True],
+        [None],
+        [[1]],
+        [[]],
+        [[1], [1, 2]],
+        "12",
+        b"12",
+        np.array(3),
+        np.array([1.0]),
+        np.array([[1]]),
+        np.array([True]),
+        np.array([-1], np.int8),
+        np.array([2**40]),
+    ],
+)
 def test_what_is_no_row_of_token_ids_is_refused(tokens: Any) -> None:
     with pytest.raises(KeyInputError):
         next_key(root_key(FINGERPRINT), tokens)

@@ -255,7 +255,7 @@ def test_checksums_and_sizes_must_be_those_of_the_tensors() -> None:
         (encoded, digests(4), [1, 1, 0, 1], digests(8)),
     ):
         with pytest.raises(ShardError):
-            build_header(*arguments)  # type: ignore[arg-type]
+            build_header(*arguments)
 
 
 def test_a_header_has_a_limit() -> None:
