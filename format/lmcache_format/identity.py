@@ -78,6 +78,7 @@ class Identity:
     keys: str = KEY_ALGORITHM
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", tuple(self.groups))
         _check_text(self)
         _check_numbers(self)
         _check_groups(self)

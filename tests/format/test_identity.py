@@ -104,6 +104,11 @@ def test_an_identity_shares_nothing_with_the_caller() -> None:
     assert identity.fingerprint == before
 
 
+def test_groups_may_come_in_any_sequence() -> None:
+    identity = plain_identity()
+    assert plain_identity(groups=list(identity.groups)) == identity
+
+
 def test_another_name_than_its_own_is_refused() -> None:
     with pytest.raises(IdentityError, match="hash"):
         Identity.from_json(plain_identity().canonical_json(), Fingerprint("0" * 32))
