@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lmcache_cli.backends import Backend, Durability, NotFound, VersionChanged
+from lmcache_cli.backends import (
+    AlreadyExists,
+    Backend,
+    Durability,
+    NotFound,
+    Obstructed,
+    Unavailable,
+    VersionChanged,
+)
 from lmcache_format.errors import BadName, FormatError, UnsupportedVersion
 from lmcache_format.identity import Fingerprint
 from lmcache_format.names import SegmentName, new_ulid, segment_directory
@@ -40,6 +48,7 @@ COMPACT_ABOVE_SEGMENTS = 16
 DAY_MS = 86_400_000
 DEFAULT_GRACE_MS = 900_000
 _LISTING_TRIES = 3
+_MOST_LEFT_OUT = 3  # segments; beyond that the back-end is at fault, not one of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,39 +93,40 @@ class Manifest:
         """Segments that were read and are not superseded by another, as of the last refresh."""
         return len(self._live)
 
-    def refresh(self) -> list[Segment]:
+    def refresh(self, *, leave_out_unavailable: bool = False) -> list[Segment]:
         """Read the segments that appeared since the last time, newest first, but none that a newer one supersedes.
 
-        Raises `BackendError` where listing or reading fails; nothing is then taken as read.
+        Raises `BackendError` where listing or reading fails; nothing is then taken as read. With
+        `leave_out_unavailable` single segments that cannot be read now are counted, and tried again the next time.
         """
-        for attempt in range(_LISTING_TRIES):
+        for _ in range(_LISTING_TRIES - 1):
             try:
-                return self._read_new()
+                return self._read_new(leave_out_unavailable)
             except NotFound:  # compacted away between listing and reading: what replaced it is in the next listing
-                if attempt == _LISTING_TRIES - 1:
-                    raise
-        return []
+                continue
+        return self._read_new(leave_out_unavailable, leave_out_missing=leave_out_unavailable)
 
     def write(self, segment: Segment, durability: Durability) -> str:
         """Publish a segment; returns its file name. Raises `BackendError`."""
         name = SegmentName(self._fingerprint, new_ulid(_wall_ms()), segment.writer)
-        self._backend.put(name.path, [encode_segment(segment)], durability=durability)
+        self._put(name, encode_segment(segment), durability)
         self._seen.add(name.file_name)
         self._live.add(name.file_name)
         return name.file_name
 
     def compact(self, state: State, writer: str, durability: Durability, grace_ms: int) -> str:
-        """Write the whole state as one segment that supersedes all live ones; read it back before it counts.
+        """Write the whole state as one segment that supersedes all that were read; read it back before it counts.
 
-        Old segments are deleted by a later compaction, once what superseded them is older than `grace_ms` on the
-        store's clock. Raises `BackendError`, or `StoreError` where the segment does not come back as written.
+        What could not be read (damage, a newer version, no answer) is not superseded, and so never deleted. Old
+        segments are deleted by a later compaction, once what superseded them is older than `grace_ms` on the store's
+        clock. Raises `BackendError`, or `StoreError` where the segment does not come back as written.
         """
         gone_soon = self._present & set(self._superseded)  # named again, or who reads only this one would take them in
         superseded = tuple(sorted(self._live | gone_soon))
         segment = segment_of_state(self._fingerprint, state, writer, _wall_ms(), superseded)
         data = encode_segment(segment)
         name = SegmentName(self._fingerprint, new_ulid(_wall_ms()), writer)
-        self._backend.put(name.path, [data], durability=durability)
+        self._put(name, data, durability)
         if self._backend.read(name.path) != data:
             raise StoreError(f"{name.path} came back otherwise than it was written", next_step="check the device")
         self._seen.add(name.file_name)
@@ -125,6 +135,12 @@ class Manifest:
             self._superseded.setdefault(old, name.file_name)
         self._delete_superseded(grace_ms)
         return name.file_name
+
+    def _put(self, name: SegmentName, data: bytes, durability: Durability) -> None:
+        try:
+            self._backend.put(name.path, [data], durability=durability)
+        except AlreadyExists:  # nobody else makes this name: an earlier try of ours, whose answer was lost
+            pass
 
     def _delete_superseded(self, grace_ms: int) -> None:
         objects = {info.name.rpartition("/")[2]: info for info in self._list()}
@@ -159,16 +175,25 @@ class Manifest:
             listed.append(_Listed(info.name, info.version, info.modified_ms))
         return listed
 
-    def _read_new(self) -> list[Segment]:
+    def _read_new(self, leave_out_unavailable: bool, *, leave_out_missing: bool = False) -> list[Segment]:
         names = sorted(
             (SegmentName.parse(info.name) for info in self._list()), key=lambda name: name.ulid, reverse=True
         )
         seen, superseded, unread = set(self._seen), dict(self._superseded), set(self._unread)
+        left_out: set[str] = set()
         new: list[Segment] = []
         for name in names:
             if name.file_name in seen or name.file_name in superseded:
                 continue
-            segment = self._read(name)
+            try:
+                segment = self._read(name)
+            except (Unavailable, NotFound) as problem:
+                is_allowed = leave_out_missing if isinstance(problem, NotFound) else leave_out_unavailable
+                if not is_allowed or len(left_out) == _MOST_LEFT_OUT:
+                    raise
+                self._events.problem(Event.SEGMENT_LOST, name.path, problem)
+                left_out.add(name.file_name)
+                continue
             seen.add(name.file_name)
             if segment is None:
                 unread.add(name.file_name)
@@ -179,7 +204,7 @@ class Manifest:
                     superseded.setdefault(old, name.file_name)
         self._present = {name.file_name for name in names}
         self._seen, self._superseded, self._unread = seen, superseded, unread
-        self._live = self._present - set(superseded) - unread  # what is unread is not superseded
+        self._live = self._present - set(superseded) - unread - left_out  # what is unread is not superseded
         return new
 
     def _read(self, name: SegmentName) -> Segment | None:
@@ -187,7 +212,7 @@ class Manifest:
             return decode_segment(self._backend.read(name.path), self._fingerprint)
         except UnsupportedVersion as problem:
             self._events.problem(Event.SEGMENT_TOO_NEW, name.path, problem)
-        except FormatError as problem:
+        except (FormatError, Obstructed) as problem:
             self._events.problem(Event.SEGMENT_DAMAGED, name.path, problem)
         return None
 
