@@ -1,6 +1,7 @@
 """The canonical side: K and V of a run of tokens, per layer `[H, T, D]`, whatever engine they came from."""
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -117,8 +118,10 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 def split_axis(tensor: torch.Tensor, axis: int, sizes: tuple[int, ...]) -> torch.Tensor:
     """The same memory with one axis seen as several."""
-    split: torch.Tensor = tensor.unflatten(axis, sizes)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    return split
+    strides = tensor.stride()
+    inner = [strides[axis] * prod(sizes[after:]) for after in range(1, len(sizes) + 1)]
+    size = (*tensor.shape[:axis], *sizes, *tensor.shape[axis + 1 :])
+    return tensor.as_strided(size, (*strides[:axis], *inner, *strides[axis + 1 :]))
 
 
 def _same_place(keys: torch.Tensor, values: torch.Tensor) -> bool:

@@ -1,8 +1,9 @@
 """One strided copy on the host, at the speed its strides allow.
 
-Measured (2026-11-29, one thread, memcpy 22 GB/s; `kernels/benchmarks/paged_copies`): rows that are contiguous on both sides are moved
-as opaque rows (numpy `V` items, one memcpy each), half as fast again as an element loop with the same order. Where the target's
-innermost axis is tiny (tiles of 2), the loop overhead is per 2 elements; copying each of its positions on its own is faster.
+Measured on 2026-11-29 with one thread (`kernels/benchmarks/bench_paged`): rows that are contiguous on both sides are
+moved as opaque items (numpy `V`, one memcpy each), half as fast again as the same order element by element. Where the
+target's innermost axis is tiny (tiles of 2), an element loop spends its time on loops of 2: copying each position of
+that axis on its own is twice as fast.
 """
 
 import numpy as np
@@ -33,7 +34,7 @@ def _copy_elements(out: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _axes_before_rows(out: torch.Tensor, source: torch.Tensor) -> int:
-    """The number of leading axes that are left when the trailing ones, contiguous on both sides, are seen as one row."""
+    """How many leading axes are left when the trailing ones, contiguous on both sides, are seen as one row."""
     row = 1
     for axis in reversed(range(out.ndim)):
         size = out.shape[axis]

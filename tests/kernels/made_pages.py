@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
@@ -62,12 +63,12 @@ class Variant:
 
 TOKEN_MAJOR = [layout for layout in PageLayout if not layout.is_permuted]
 PERMUTED = [layout for layout in PageLayout if layout.is_permuted]
-MEMORIES = ("contiguous", "one-allocation", "reversed", "padded", "every-other", "blocks-outermost")
+MEMORIES = ("contiguous", "one-allocation", "reversed", "padded", "every-other", "odd-blocks", "blocks-outermost")
 INTERIORS = ("transposed", "tiles", "shuffled")
 VARIANTS = [Variant(layout, memory) for layout in TOKEN_MAJOR for memory in MEMORIES] + [
     Variant(layout, memory, interior)
     for layout in PERMUTED
-    for memory in ("contiguous", "one-allocation", "blocks-outermost")
+    for memory in ("contiguous", "one-allocation", "odd-blocks", "blocks-outermost")
     for interior in INTERIORS
 ]
 
@@ -254,6 +255,10 @@ def _allocate(shape: list[int], integer: torch.dtype, memory: str, block_at: int
         case "every-other":
             owner = _poisoned([*shape[:-1], shape[-1] * 2], integer)
             return owner, owner[..., ::2]
+        case "odd-blocks":  # blocks further apart than they are long, by an odd number of elements
+            inner = [*shape[:block_at], *shape[block_at + 1 :]]
+            owner = _poisoned([shape[block_at], prod(inner) + 5], integer)
+            return owner, owner[:, : prod(inner)].unflatten(1, inner).movedim(0, block_at)
         case "blocks-outermost":
             owner = _poisoned([shape[block_at], *shape[:block_at], *shape[block_at + 1 :]], integer)
             return owner, owner.movedim(0, block_at)

@@ -208,7 +208,7 @@ def test_a_layout_that_only_its_shape_makes_plausible_is_caught_by_the_probe(
 
 def test_a_wrong_codec_is_caught_by_the_probe() -> None:
     made = make_pages(Variant(PageLayout.PERMUTED_FUSED, "contiguous", "tiles"), SIZES)
-    with pytest.raises(CodecError, match="layer 1, key: .* not how this engine writes its pages"):
+    with pytest.raises(CodecError, match=r"layer 1, key: .* not how this engine writes its pages"):
         check_pages(made.cache, 1, writer_of(FUSED, SIZES))
 
 

@@ -20,6 +20,7 @@ from lmcache_kernels import (
     scatter_paged,
 )
 from lmcache_kernels.gather_paged import reference as gather_reference
+from lmcache_kernels.pages import Side
 from lmcache_kernels.scatter_paged import reference as scatter_reference
 from tests.kernels.made_pages import (
     DTYPES,
@@ -202,6 +203,18 @@ def test_layers_at_equal_distances_are_one_slab() -> None:
     apart = make_pages(Variant(PageLayout.FUSED_HND), Sizes(layers=3)).cache
     assert [len(slabs) for slabs in joined.slabs.values()] == [1, 1]
     assert [len(slabs) for slabs in apart.slabs.values()] == [3, 3]
+
+
+def test_layers_at_unequal_distances_are_joined_as_far_as_they_go() -> None:
+    pages = make_pages(Variant(PageLayout.FUSED_HND, "one-allocation"), Sizes(layers=5))
+    pages.fill()
+    kept = [0, 1, 3, 4]
+    cache = PagedCache(tuple(pages.cache.views[layer] for layer in kept))
+    assert [(slab.first, slab.layer.size) for slab in cache.slabs[Side.KEY]] == [(0, 2), (2, 2)]
+    chunk = poisoned_chunk(20, Sizes(layers=4), torch.bfloat16, latent=False, heads=2)
+    gather_paged(cache, SlotMapping.of(range(20)), chunk)
+    expected = expected_chunk(list(range(20)), Sizes(layers=5), torch.bfloat16, latent=False, heads=range(2))
+    assert torch.equal(chunk.keys.view(torch.int16), expected.keys.view(torch.int16)[kept])
 
 
 def test_layers_out_of_order_in_memory_are_not_joined_and_still_right() -> None:

@@ -58,6 +58,7 @@ def test_runs_cover_every_token_that_is_no_hole_once(slots: list[int]) -> None:
 
 
 def test_runs_break_at_holes_and_jumps() -> None:
+    assert SlotMapping.of([-1, 0, 1]).runs == (Run(1, 0, 2),)
     assert SlotMapping.of([4, 5, -1, -1, 6, 7, 0]).runs == (Run(0, 4, 2), Run(4, 6, 2), Run(6, 0, 1))
 
 

@@ -1,7 +1,7 @@
 """gather_paged as a Triton kernel: pages → canonical, one launch for one side of one slab.
 
-Addresses are int64 throughout (a cache of many layers passes 2³¹ elements). Tokens and dims are masked; heads and layers
-are exact, as the grid has a program for each. Data travels as integers of the element's width.
+Addresses are int64 throughout (a cache of many layers passes 2³¹ elements). Tokens and dims are masked; heads and
+layers are exact, as the grid has a program for each. Data travels as integers of the element's width.
 Checked on the CPU with `TRITON_INTERPRET=1`, set before this module is imported.
 """
 
@@ -65,7 +65,7 @@ def gather_paged(cache: PagedCache, slots: SlotMapping, chunk: CanonicalKV, *, h
 
 def _launch(launch: Launch, slots: torch.Tensor) -> None:
     grid = (triton.cdiv(slots.numel(), launch.tile_tokens), launch.num_heads * launch.num_layers)
-    with torch.cuda.device_of(launch.pages):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    with torch.cuda.device(launch.pages.get_device()):
         _gather[grid](
             launch.pages,
             launch.chunk,

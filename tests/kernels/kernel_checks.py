@@ -1,9 +1,10 @@
-"""Runs both Triton kernels on the CPU, interpreted, against their references: `python -m
-tests.kernels.interpreted_kernels`.
+"""Runs both Triton kernels against their references: `python -m tests.kernels.kernel_checks [--device cuda]`.
 
-A process of its own, because Triton decides at import whether it interprets. Prints one JSON line a case: `{"case":
-…, "error": …}`.
+On the CPU they are interpreted. A process of its own, because Triton decides at import whether it interprets. Prints
+one JSON line a case, `{"case": …, "error": …}`; exit status 1 if any case has an error.
 """
+
+# ruff: noqa: E402  # what decides comes before the imports
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 
-os.environ["TRITON_INTERPRET"] = "1"
+ON_DEVICE = "cuda" in sys.argv[1:]
+if not ON_DEVICE:
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
@@ -41,7 +44,7 @@ TOKENS = (1, 63, 1000)
 def cases() -> Iterator[Case]:
     for variant in VARIANTS:
         if variant.layout.is_permuted:
-            continue
+            continue  # a CPU's
         heads = 1 if variant.is_latent else 4
         for tokens, block_size in zip(TOKENS, (2, 16, 128), strict=True):
             sizes = Sizes(2, -(-(tokens + 2) // block_size), heads, block_size, 5, 5)
@@ -76,7 +79,9 @@ def check(variant: Variant, sizes: Sizes, tokens: int, dtype: torch.dtype) -> No
 
 
 def slots_with_holes(tokens: int, num_slots: int) -> list[int]:
-    shuffled = torch.randperm(num_slots, generator=torch.Generator().manual_seed(tokens))[:tokens].tolist()
+    shuffled = torch.randperm(num_slots, generator=torch.Generator().manual_seed(tokens), device="cpu")[
+        :tokens
+    ].tolist()
     return [-1 if token % 7 == 3 else slot for token, slot in enumerate(shuffled)]
 
 
@@ -91,16 +96,20 @@ def check_refused(variant: Variant) -> None:
         raise AssertionError("a kernel took permuted pages")
 
 
-def main() -> None:
+def main() -> int:
     torch.set_num_threads(1)
+    torch.set_default_device("cuda" if ON_DEVICE else "cpu")
+    failed = 0
     for name, run in cases():
+        error = None
         try:
             run()
-            error = None
         except Exception:
             error = traceback.format_exc()
+            failed += 1
         sys.stdout.write(json.dumps({"case": name, "error": error}) + "\n")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
