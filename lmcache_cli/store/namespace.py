@@ -147,7 +147,7 @@ class Namespace:
         allow_lossy: bool = False,
         writer: WriterOptions | None = None,
         events: Events | None = None,
-        reader_threads: int = 3,
+        reader_threads: int = 4,
         refresh_interval_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -173,6 +173,8 @@ class Namespace:
         self._refreshed_at = -float("inf")
         self._readers = ThreadPoolExecutor(reader_threads, thread_name_prefix="lmcache-read")
         self._can_probe = backend.capabilities.cheap_stat
+        is_full = self._options.durability is Durability.FULL
+        self._shard_durability = Durability.DATA if is_full else self._options.durability  # names are synced by flush
         self.refresh()
 
     # ---- match ------------------------------------------------------------------------------------------------
@@ -379,6 +381,8 @@ class Namespace:
     ) -> PutStatus:
         """Commit one chunk: the shard first, the index entry buffered after. Blocks; the buffer is free on return.
 
+        With durability `full` the bytes are on the device on return, and their name once `flush` returned.
+
         `tokens`, where given, are checked against `key` (unless the chunk has extras: `extras_free=False`) and stored
         if the options say so. Raises `BackendError` (`NoSpace`, `Unavailable`: nothing of the chunk is visible then),
         `KeyInputError`, `GeometryError`.
@@ -424,9 +428,7 @@ class Namespace:
         size = sum(len(part) for part in parts)
         status = PutStatus.STORED
         for _ in range(_ADOPTION_TRIES):
-            entry = put_shard(
-                self._backend, meta, parts, self._options.durability, replace=status is PutStatus.REPLACED
-            )
+            entry = put_shard(self._backend, meta, parts, self._shard_durability, replace=status is PutStatus.REPLACED)
             if entry is not None:
                 self._record(entry)
                 self.events.count(Event.REPLACED if status is PutStatus.REPLACED else Event.STORED)
@@ -513,6 +515,8 @@ class Namespace:
     def flush(self) -> None:
         """Write the buffered index entries as a segment; compact when there are many. Raises `BackendError`."""
         with self._lock:
+            if self._options.durability is Durability.FULL:
+                self._backend.sync_names()
             if self._pending:
                 pending, self._pending = self._pending, Pending()
                 segment = segment_of_pending(self.fingerprint, pending, self._writer_id, _wall_ms())
