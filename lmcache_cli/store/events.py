@@ -30,6 +30,7 @@ class Event(StrEnum):
     SEGMENT_TOO_NEW = "segment_too_new"
     SEGMENT_LOST = "segment_lost"
     FLUSH_FAILED = "flush_failed"
+    COMPACTION_FAILED = "compaction_failed"
     BYTES_READ = "bytes_read"
     BYTES_WRITTEN = "bytes_written"
 

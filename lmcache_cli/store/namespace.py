@@ -15,7 +15,16 @@ from enum import Enum
 from types import TracebackType
 from typing import Any, Self
 
-from lmcache_cli.backends import Backend, BackendError, Durability, NotFound, ObjectInfo
+from lmcache_cli.backends import (
+    AlreadyExists,
+    Backend,
+    BackendError,
+    Durability,
+    NotFound,
+    ObjectInfo,
+    Obstructed,
+    ShortRead,
+)
 from lmcache_format.encodings import get_encoding
 from lmcache_format.errors import BadName, FormatError, KeyInputError, UnsupportedVersion
 from lmcache_format.geometry import Part, check_part, whole_part
@@ -32,12 +41,12 @@ from lmcache_format.keys import (
     token_words,
 )
 from lmcache_format.names import ShardName, chunk_directory, new_nonce, new_writer_id
-from lmcache_format.segment import Label, RemoveReason, Segment, key_number
+from lmcache_format.segment import Label, RemoveReason, Segment, encode_segment, key_number
 from lmcache_format.shard import RAW, EncodingInfo, ShardHeader, ShardMeta
 
 from .chunk import ChunkBuffer
 from .coverage import pick
-from .errors import Refused
+from .errors import Refused, StoreError
 from .events import Event, Events
 from .manifest import (
     COMPACT_ABOVE_SEGMENTS,
@@ -49,7 +58,7 @@ from .manifest import (
     combine,
     segment_of_pending,
 )
-from .reading import Fault, ReadFault, Wanted, as_fault, check_wanted, read_header, read_part
+from .reading import Fault, ReadFault, Wanted, as_fault, check_wanted, read_header, read_part, verify_data
 from .state import Entry, State, empty_state
 from .view import View
 from .writing import build_shard, entry_of, put_shard
@@ -136,6 +145,7 @@ class Namespace:
 
     `need` is the part this reader wants (all layers and heads by default); a chunk is present when the readable shards
     cover it. Lossy encodings are readable only with `allow_lossy`. `producer` goes into every shard that is written.
+    Without `may_write` nothing in the store changes: puts are refused, what is learned of the index is forgotten.
     """
 
     def __init__(
@@ -149,6 +159,7 @@ class Namespace:
         events: Events | None = None,
         reader_threads: int = 4,
         refresh_interval_s: float = 1.0,
+        may_write: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.identity = identity
@@ -160,6 +171,7 @@ class Namespace:
         self._options = writer or WriterOptions()
         self.producer: Mapping[str, Any] = self._options.producer or {}
         self._allow_lossy = allow_lossy
+        self._may_write = may_write
         self._lock = threading.RLock()
         self._manifest = Manifest(backend, self.fingerprint, self.events)
         self._state = empty_state()
@@ -336,29 +348,44 @@ class Namespace:
                 self._forget(entry, RemoveReason.MISSING)
             case Fault.FOREIGN:
                 self.events.problem(Event.READ_FOREIGN, fault.path, fault.reason)
-                self._condemn(wanted.name, entry)
+                self._condemn(wanted, entry)
             case Fault.DAMAGED:
                 self.events.problem(Event.READ_DAMAGED, fault.path, fault.reason)
-                self._condemn(wanted.name, entry)
+                self._condemn(wanted, entry)
 
-    def _condemn(self, name: ShardName, entry: Entry) -> None:
+    def _condemn(self, wanted: Wanted, entry: Entry) -> None:
         """Out of the index, and the object out of the way: kept in quarantine, never deleted here."""
         self._forget(entry, RemoveReason.DAMAGED)
-        self._quarantine(name)
+        self._quarantine(wanted)
 
-    def _quarantine(self, name: ShardName) -> bool:
-        for suffix in ("", f".{new_nonce()}"):
+    def _quarantine(self, wanted: Wanted) -> None:
+        """Move what lies damaged under a name aside. What another writer put there meanwhile stays, or comes back."""
+        if not self._may_write:
+            return
+        path, aside = wanted.name.path, wanted.name.quarantine_path
+        try:
+            damaged = damaged_version(self._backend, wanted)
+            if damaged is None:
+                return
             try:
-                self._backend.move(name.path, name.quarantine_path + suffix)
-            except NotFound:
-                return True
-            except BackendError as problem:
-                last = problem
-                continue
-            self.events.count(Event.QUARANTINED)
-            return True
-        self.events.problem(Event.READ_UNAVAILABLE, name.path, f"cannot be moved to quarantine: {last}")
-        return False
+                self._backend.move(path, aside)
+            except AlreadyExists:
+                aside += f".{new_nonce()}"
+                self._backend.move(path, aside)
+            if self._is_other_version(aside, damaged):
+                self._backend.move(aside, path)
+                return
+        except NotFound:
+            return
+        except BackendError as problem:
+            self.events.problem(Event.READ_UNAVAILABLE, path, f"cannot be moved to quarantine: {problem}")
+            return
+        self.events.count(Event.QUARANTINED)
+
+    def _is_other_version(self, path: str, version: str) -> bool:
+        """True where an object that was just moved is surely not of that version ("" stands for any)."""
+        info = self._backend.stat(path) if version and self._backend.capabilities.rename else None
+        return info is not None and info.version != version
 
     def _forget(self, entry: Entry, reason: RemoveReason | None) -> None:
         with self._lock:
@@ -391,11 +418,17 @@ class Namespace:
             raise KeyInputError(
                 "key is not that of the tokens", expected=next_key(parent, tokens).hex(), found=key.hex()
             )
+        if not self._may_write:
+            raise Refused(
+                f"{self._backend.url} may not be written to by this release",
+                next_step="open it with a newer release, or use another store",
+            )
         encoding = get_encoding(self._options.encoding)
         info = EncodingInfo(encoding.name, encoding.parameters(), encoding.quality, encoding.must_understand)
         with self._lock:
             for known in self._view.entries(key):
-                if known.part.covers(chunk.part) and (info.is_lossless or known.encoding == info.label):
+                is_as_good = known.encoding == info.label or (info.is_lossless and is_lossless_label(known.encoding))
+                if known.part.covers(chunk.part) and is_as_good:
                     self._note_touch(key)
                     self.events.count(Event.ALREADY_PRESENT)
                     return PutStatus.PRESENT
@@ -446,7 +479,6 @@ class Namespace:
 
     def _inspect_existing(self, meta: ShardMeta) -> Entry | PutStatus:
         """What stands under the name of a shard that was to be written: to be adopted, replaced, or gone by now."""
-        name = ShardName(meta.fingerprint, meta.key, meta.part, meta.encoding.label)
         wanted = Wanted(
             self.identity, meta.key, meta.num_tokens, meta.depth, meta.part, meta.encoding.label, parent=meta.parent
         )
@@ -458,7 +490,7 @@ class Namespace:
             if fault.fault in (Fault.UNAVAILABLE, Fault.TOO_NEW):
                 raise BackendUnsettled(f"{fault.path} stands in the way: {fault.reason}") from fault
             self.events.problem(Event.READ_DAMAGED, fault.path, fault.reason)
-            self._quarantine(name)
+            self._quarantine(wanted)
             return PutStatus.STORED
         with self._lock:
             is_removed = self._is_removed(found.nonce)
@@ -487,9 +519,13 @@ class Namespace:
             self._flush_quietly()
 
     def label(self, name: str, key: ChunkKey, num_tokens: int, depth: int) -> None:
-        """Give a name (of a document, say) to the sequence that ends with the chunk `key`."""
+        """Give a name (of a document, say) to the sequence that ends with the chunk `key`. Raises `SegmentError`."""
+        pending = Pending(labels=[Label(key[:16], name, num_tokens, _wall_ms(), depth)])
+        encode_segment(
+            segment_of_pending(self.fingerprint, pending, self._writer_id, _wall_ms())
+        )  # raises now, not later
         with self._lock:
-            self._buffer(labels=[Label(key[:16], name, num_tokens, _wall_ms(), depth)])
+            self._buffer(labels=pending.labels)
 
     def remove(self, entry: Entry, reason: RemoveReason, version: str | None = None) -> None:
         """Take one shard out of the index. The object is left where it is, for a sweep to delete."""
@@ -504,7 +540,7 @@ class Namespace:
         with self._lock:
             self._refreshed_at = self._clock()
             try:
-                segments = self._manifest.refresh()
+                segments = self._manifest.refresh(leave_out_unavailable=True)
             except BackendError as problem:
                 self.events.problem(Event.SEGMENT_LOST, self.fingerprint, problem)
                 return False
@@ -513,8 +549,14 @@ class Namespace:
             return bool(segments)
 
     def flush(self) -> None:
-        """Write the buffered index entries as a segment; compact when there are many. Raises `BackendError`."""
+        """Write the buffered index entries as a segment. Raises `BackendError`; the entries then stay buffered.
+
+        Where there are many segments they are compacted; that this fails is counted, and tried again the next time.
+        """
         with self._lock:
+            if not self._may_write:
+                self._pending = Pending()
+                return
             if self._options.durability is Durability.FULL:
                 self._backend.sync_names()
             if self._pending:
@@ -522,17 +564,25 @@ class Namespace:
                 segment = segment_of_pending(self.fingerprint, pending, self._writer_id, _wall_ms())
                 try:
                     self._manifest.write(segment, self._options.durability)
-                except BackendError:
+                except BaseException:
                     self._pending = pending
                     raise
                 self._unmerged.append(segment)
             if self._manifest.live_segments > COMPACT_ABOVE_SEGMENTS:
-                self.compact()
+                try:
+                    self.compact()
+                except (BackendError, StoreError) as problem:
+                    self.events.problem(Event.COMPACTION_FAILED, self.fingerprint, problem)
 
     def compact(self) -> None:
-        """Write the whole index as one segment. Raises `BackendError`; the old segments then stay."""
+        """Write the whole index as one segment. Raises `BackendError`, `StoreError`; the old segments then stay.
+
+        Segments that cannot be read now are left out and left alone.
+        """
         with self._lock:
-            self._take_in(self._manifest.refresh(), rebuild=True)
+            if not self._may_write:
+                raise Refused(f"{self._backend.url} may not be written to by this release")
+            self._take_in(self._manifest.refresh(leave_out_unavailable=True), rebuild=True)
             self._manifest.compact(self._state, self._writer_id, self._options.durability, self._options.grace_ms)
 
     def state(self) -> State:
@@ -685,6 +735,32 @@ class Namespace:
 
 class BackendUnsettled(BackendError):
     """What stands under a shard's name can be neither used nor put out of the way."""
+
+
+def is_lossless_label(label: str) -> bool:
+    """True for `raw` and `bfx`; the label of a lossy encoding names a class of quality, too."""
+    return "-" not in label
+
+
+def damaged_version(backend: Backend, wanted: Wanted) -> str | None:
+    """The version of the object that lies damaged or foreign under a shard's name, after reading all of it.
+
+    None where it is sound, or newer than this release; "" where what lies there is no object at all. Raises
+    `NotFound`, `Unavailable`.
+    """
+    try:
+        with backend.open_read(wanted.name.path) as handle:
+            try:
+                header = read_header(handle)
+                check_wanted(header, wanted)
+                verify_data(handle, header)
+            except UnsupportedVersion:
+                return None
+            except (FormatError, ShortRead):
+                return handle.version
+            return None
+    except Obstructed:
+        return ""
 
 
 def _entry_of_header(header: ShardHeader, size_bytes: int) -> Entry:

@@ -98,6 +98,14 @@ class Store:
         except UnsupportedVersion as problem:
             raise StoreTooNew(f"{self.url}: {problem}", next_step="use a newer release of lmcache-toolkit") from None
 
+    def may(self, operation: Operation) -> bool:
+        """Whether this release may do `operation` with the store."""
+        try:
+            self.check(operation)
+        except StoreTooNew:
+            return False
+        return True
+
     def fingerprints(self) -> list[Fingerprint]:
         """Namespaces of the store, by name, whether or not this release can read them. Raises `BackendError`."""
         found = []
@@ -164,6 +172,7 @@ class Store:
             writer=writer,
             events=self.events,
             reader_threads=reader_threads,
+            may_write=self.may(Operation.WRITE),
         )
 
     def close(self) -> None:
