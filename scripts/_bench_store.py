@@ -16,9 +16,8 @@ import numpy as np
 from _bench import ROOT, Row, Sample, row
 
 from lmcache_cli.backends import Durability
-from lmcache_cli.backends.buffers import AlignedBuffer
 from lmcache_cli.store import ChunkBuffer, Namespace, Store, WriterOptions
-from lmcache_format import AttentionKind, Dtype, Identity, LayerGroup, chunk_keys
+from lmcache_format import AttentionKind, Dtype, Identity, LayerGroup, chunk_keys, whole_part
 from lmcache_format.keys import KeyList
 
 BENCH = "store"
@@ -115,7 +114,9 @@ def run_in_threads(jobs: Sequence[Callable[[], object]], threads: int) -> None:
             future.result()
 
 
-def rounds(variants: dict[str, Callable[[], object]], repeat: int, before: Callable[[], object] | None = None) -> dict[str, Sample]:
+def rounds(
+    variants: dict[str, Callable[[], object]], repeat: int, before: Callable[[], object] | None = None
+) -> dict[str, Sample]:
     """Seconds of every variant, taken in turns so that all see the same machine."""
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(repeat + 1):
@@ -145,7 +146,9 @@ def against(case: str, samples: dict[str, Sample], gigabytes: float, bar: float,
     )
 
 
-def _plain_reads(files: Sequence[Path], memory: Sequence[memoryview], threads: int, *, direct: bool) -> Callable[[], None]:
+def _plain_reads(
+    files: Sequence[Path], memory: Sequence[memoryview], threads: int, *, direct: bool
+) -> Callable[[], None]:
     """Whole data of the files into memory that is reused, one call a file."""
 
     def read(path: Path, view: memoryview) -> None:
@@ -200,7 +203,7 @@ def _small_page_memory(size: int) -> memoryview:
 def _write(directory: Path, repeat: int) -> Iterator[Row]:
     count, identity = 16, big_identity()
     store = Store.create(str(directory / "store"))
-    buffers = [ChunkBuffer(identity, _whole(identity), identity.chunk_tokens) for _ in range(count)]
+    buffers = [ChunkBuffer(identity, whole_part(identity), identity.chunk_tokens) for _ in range(count)]
     for number, buffer in enumerate(buffers):
         np.frombuffer(buffer.memory, np.uint8)[...] = number
     gigabytes = count * buffers[0].size_bytes / 1e9
@@ -229,10 +232,10 @@ def _write(directory: Path, repeat: int) -> Iterator[Row]:
         )
 
     huge = [buffer.memory for buffer in buffers]
-    variants: dict[str, Callable[[], object]] = {f"buffered x{n}": writes(huge, n, sync=False, direct=False) for n in (1, 2)}
-    samples = rounds(
-        {**variants, "ours": ours(Durability.NONE, 2)}, repeat, before=clean
-    )
+    variants: dict[str, Callable[[], object]] = {
+        f"buffered x{n}": writes(huge, n, sync=False, direct=False) for n in (1, 2)
+    }
+    samples = rounds({**variants, "ours": ours(Durability.NONE, 2)}, repeat, before=clean)
     yield against(f"store, none, {count} x 32 MiB", samples, gigabytes, 0.70, "checksums included")
     variants = {}
     for threads in (1, 2, 4):
@@ -256,14 +259,10 @@ def _plain_write(path: Path, memory: memoryview, *, sync: bool, direct: bool) ->
         os.close(fd)
 
 
-def _whole(identity: Identity):  # noqa: ANN202
-    from lmcache_format import whole_part
-
-    return whole_part(identity)
-
-
-def million_store(directory: Path, shards: int = 1_000_000, *, prefix_tokens: int = 128 * 256) -> tuple[Store, Identity, np.ndarray]:
-    """A store whose compacted manifest names `shards` shards that do not exist, and a prompt whose 128 chunks it names."""
+def million_store(
+    directory: Path, shards: int = 1_000_000, *, prefix_tokens: int = 128 * 256
+) -> tuple[Store, Identity, np.ndarray]:
+    """A store whose compacted manifest names shards that do not exist, and a prompt whose 128 chunks it names."""
     from lmcache_cli.store.manifest import Manifest
     from lmcache_format.segment import ADD_DTYPE, TOUCH_DTYPE, Segment
 
@@ -293,7 +292,7 @@ def million_store(directory: Path, shards: int = 1_000_000, *, prefix_tokens: in
         identity.fingerprint,
         1_780_000_000_000,
         "bench",
-        (str(_whole(identity)),),
+        (str(whole_part(identity)),),
         ("raw",),
         keys=numbers[order],
         adds=adds[order],
@@ -381,7 +380,9 @@ def _start(directory: Path, repeat: int) -> Iterator[Row]:
         "print(len({'numpy','torch','s3fs','transformers'} & set(sys.modules)))"
     )
     heavy = int(_in_child(code).splitlines()[-1])
-    yield row(BENCH, "lmcache --help, heavy imports", heavy, "modules", at_most=0, note="numpy, torch, s3fs, transformers")
+    yield row(
+        BENCH, "lmcache --help, heavy imports", heavy, "modules", at_most=0, note="numpy, torch, s3fs, transformers"
+    )
 
 
 _RETRIEVE = """
