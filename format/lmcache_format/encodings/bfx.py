@@ -94,18 +94,18 @@ def _join_group(frames: Sequence[Frame], group: Sequence[TensorSpec], out: Array
     tokens, dim = spec.shape[-2:]
     elements = spec.num_slabs * tokens * dim
     distances = decompress_many([frame.streams[1] for frame in frames], [elements] * count, spec.name)
-    high, low = scratch("high", count * elements, np.uint16), scratch("low16", count * elements, np.int16)
-    for index, (frame, distance) in enumerate(zip(frames, distances, strict=True)):
-        high[index * elements : (index + 1) * elements] = distance
+    distance, low = scratch("distance", count * elements, np.uint8), scratch("low16", count * elements, np.int16)
+    for index, (frame, content) in enumerate(zip(frames, distances, strict=True)):
+        distance[index * elements : (index + 1) * elements] = content
         low[index * elements : (index + 1) * elements] = frame.streams[2].view(np.int8)
-    level = np.concatenate([frame.streams[0] for frame in frames]).astype(np.uint16)
-    target = out.view(np.uint16)
     shape = (count * spec.num_slabs, tokens, dim)
+    level = np.concatenate([frame.streams[0] for frame in frames]).reshape(shape[0], dim)
+    target = out.view(np.uint16)
     if count * elements == target.size:
-        _JOIN[spec.dtype](high, low, level.reshape(shape[0], dim), target, shape)
+        _JOIN[spec.dtype](level, distance, low, target, shape)
         return
     joined = scratch("joined", count * elements, np.uint16)
-    _JOIN[spec.dtype](high, low, level.reshape(shape[0], dim), joined, shape)
+    _JOIN[spec.dtype](level, distance, low, joined, shape)
     for index, place in enumerate(places):
         target[place * elements : (place + 1) * elements] = joined[index * elements : (index + 1) * elements]
 
@@ -139,11 +139,11 @@ def _level_bf16(data: Array16) -> Array8:
     return level
 
 
-def _join_bf16(high: Array16, low: NDArray[np.int16], level: Array16, out: Array16, shape: Shape) -> None:
-    # Levels and distances are subtracted at their place in the word; what overflows is the wrap of 8-bit arithmetic.
+def _join_bf16(level: Array8, distance: Array8, low: NDArray[np.int16], out: Array16, shape: Shape) -> None:
+    _subtract_rows(level, distance, shape)
+    high = scratch("word", distance.size, np.uint16)
+    np.copyto(high, distance)
     np.left_shift(high, 7, out=high)
-    _subtract_rows(level << 7, high, shape)
-    np.bitwise_and(high, 0x7F80, out=high)
     # The sign arrived in bit 7 of a signed byte, so widening it has already copied it to bit 15.
     word = low.view(np.uint16)
     np.bitwise_and(word, 0x807F, out=word)
@@ -164,16 +164,17 @@ def _split_f16(data: Array16, distance: Array8, low: Array8, shape: Shape) -> Ar
     return level.reshape(-1)
 
 
-def _join_f16(high: Array16, low: NDArray[np.int16], level: Array16, out: Array16, shape: Shape) -> None:
-    sign = scratch("word", high.size, np.uint16)
-    np.bitwise_and(high, 0x80, out=sign)
-    _subtract_rows(level, high, shape)
-    np.bitwise_and(high, 0x7F, out=high)
-    np.bitwise_or(high, sign, out=high)
+def _join_f16(level: Array8, distance: Array8, low: NDArray[np.int16], out: Array16, shape: Shape) -> None:
+    high, sign = scratch("word", distance.size, np.uint16), scratch("high8", distance.size, np.uint8)
+    np.bitwise_and(distance, 0x80, out=sign)
+    _subtract_rows(level, distance, shape)
+    np.bitwise_and(distance, 0x7F, out=distance)
+    np.bitwise_or(distance, sign, out=distance)
+    np.copyto(high, distance)
     np.left_shift(high, 8, out=high)
-    mantissa = low.view(np.uint16)
-    np.bitwise_and(mantissa, 0xFF, out=mantissa)
-    np.bitwise_or(high, mantissa, out=out)
+    word = low.view(np.uint16)
+    np.bitwise_and(word, 0xFF, out=word)
+    np.bitwise_or(high, word, out=out)
 
 
 def _subtract_rows(level: NDArray[Any], values: NDArray[Any], shape: Shape) -> None:
@@ -189,7 +190,7 @@ _SPLIT: dict[Dtype, Callable[[Array16, Array8, Array8, Shape], Array8]] = {
     Dtype.BF16: _split_bf16,
     Dtype.F16: _split_f16,
 }
-_JOIN: dict[Dtype, Callable[[Array16, NDArray[np.int16], Array16, Array16, Shape], None]] = {
+_JOIN: dict[Dtype, Callable[[Array8, Array8, NDArray[np.int16], Array16, Shape], None]] = {
     Dtype.BF16: _join_bf16,
     Dtype.F16: _join_f16,
 }

@@ -117,7 +117,7 @@ PREFIX_BYTES = 32
 """What a stored tensor may be larger than the raw one: a prefix, since incompressible data is kept as it is."""
 
 GROUP_BYTES = 3 << 19
-"""Equal tensors are worked on together up to this many raw bytes: few numpy calls, and scratch still in the cache."""
+"""Equal tensors are worked on together up to this many raw bytes: few calls, and scratch still in the cache."""
 
 
 def _groups(specs: Sequence[TensorSpec]) -> Iterator[Sequence[TensorSpec]]:
