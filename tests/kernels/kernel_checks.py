@@ -21,7 +21,7 @@ if not ON_DEVICE:
 
 import torch
 
-from lmcache_kernels import HeadRange, LayoutError, SlotMapping
+from lmcache_kernels import CanonicalKV, HeadRange, LayoutError, PagedCache, PageGeometry, PageLayout, SlotMapping
 from lmcache_kernels.gather_paged import kernel as gather_kernel
 from lmcache_kernels.gather_paged import reference as gather_reference
 from lmcache_kernels.scatter_paged import kernel as scatter_kernel
@@ -56,6 +56,7 @@ def cases() -> Iterator[Case]:
         sizes = Sizes(2, 5, heads, 32, 24, 9)
         variant = VARIANTS[[str(each) for each in VARIANTS].index("fused-hnd+blocks-outermost")]
         yield f"{dtype} H={heads}", lambda v=variant, s=sizes, d=dtype: check(v, s, 70, d)
+    yield "addresses beyond 2**31 elements", check_far_addresses
     for variant in (each for each in VARIANTS if each.layout.is_permuted and each.memory == "contiguous"):
         yield f"{variant} is refused", lambda v=variant: check_refused(v)
 
@@ -76,6 +77,21 @@ def check(variant: Variant, sizes: Sizes, tokens: int, dtype: torch.dtype) -> No
         scatter_kernel.scatter_paged(one.cache, slots, expected, heads=heads)
         scatter_reference.scatter_paged(other.cache, slots, expected, heads=heads)
         assert_same_memory(one.snapshot(), other.snapshot())
+
+
+def check_far_addresses() -> None:
+    """The last blocks of 2 GiB of pages, of which nothing else is touched."""
+    blocks, size, dim = (1 << 31) // 256 + 4, 16, 8
+    pages = torch.empty((blocks, 1, size, 2 * dim), dtype=torch.uint8)
+    geometry = PageGeometry(PageLayout.FUSED_HND, size, 1, dim, dim, torch.uint8)
+    cache = PagedCache.of_layers([pages], geometry)
+    last = torch.arange(size * 2 * dim, dtype=torch.int64).to(torch.uint8).view(size, 2 * dim)
+    pages[-1, 0], pages[-2, 0] = last, 0
+    chunk = CanonicalKV(*(torch.zeros((1, 1, size, dim), dtype=torch.uint8) for _ in range(2)))
+    gather_kernel.gather_paged(cache, SlotMapping.of(range((blocks - 1) * size, blocks * size)), chunk)
+    scatter_kernel.scatter_paged(cache, SlotMapping.of(range((blocks - 2) * size, (blocks - 1) * size)), chunk)
+    assert torch.equal(chunk.keys[0, 0], last[:, :dim])
+    assert torch.equal(pages[-2, 0], last)
 
 
 def slots_with_holes(tokens: int, num_slots: int) -> list[int]:

@@ -55,3 +55,38 @@ def test_a_tile_holds_all_dims_of_some_tokens(width: int) -> None:
     assert launch.tile_dims < 2 * width or width == 1
     assert launch.tile_tokens >= 1
     assert launch.tile_tokens * launch.tile_dims <= max(TILE_ELEMENTS, launch.tile_dims)
+
+
+WITHOUT_TRITON = """
+import sys
+
+sys.modules["triton"] = None
+import torch
+
+from lmcache_kernels import (
+    CanonicalKV, KernelUnavailable, PagedCache, PageGeometry, PageLayout, SlotMapping, gather_paged, scatter_paged
+)
+
+with torch.device("meta"):  # any device that is not the host
+    geometry = PageGeometry(PageLayout.FUSED_HND, 2, 2, 4, 4, torch.bfloat16)
+    cache = PagedCache.of_layers([torch.zeros(3, 2, 2, 8, dtype=torch.bfloat16)], geometry)
+    side = torch.zeros(1, 2, 4, 4, dtype=torch.bfloat16)
+for operation in (gather_paged, scatter_paged):
+    try:
+        operation(cache, SlotMapping.of([0, 1, 2, 3]), CanonicalKV(side, side.clone()))
+    except KernelUnavailable as error:
+        sys.stdout.write(f"{error}\\n")
+"""
+
+
+def test_without_triton_the_package_imports_and_only_a_device_is_refused() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert run.stdout.splitlines() == ["pages are on meta and need Triton: pip install triton"] * 2, run.stderr
