@@ -80,10 +80,11 @@ _RULES = {
     "lmcache_cli.store.errors.StoreExists": _Rule(ExitCode.REFUSED),
     "lmcache_cli.store.errors.NoSuchNamespace": _Rule(ExitCode.REFUSED, "run 'lmcache ls' to see the namespaces"),
     "lmcache_cli.store.errors.Refused": _Rule(ExitCode.REFUSED),
-    "lmcache_cli.store.errors.IncompleteListing": _Rule(
-        ExitCode.REFUSED, "run it again when the store lists everything"
-    ),
+    "lmcache_cli.store.errors.IncompleteListing": _Rule(ExitCode.ERROR, "run it again when the store lists everything"),
     "lmcache_cli.store.errors.StoreError": _Rule(ExitCode.ERROR, "run 'lmcache doctor' to check the store"),
+    "lmcache_cli.integration.errors.ModelError": _Rule(ExitCode.REFUSED),
+    "lmcache_cli.integration.errors.PromptError": _Rule(ExitCode.REFUSED),
+    "lmcache_format.errors.KeyInputError": _Rule(ExitCode.REFUSED),
     "lmcache_format.errors.UnsupportedVersion": _Rule(ExitCode.TOO_NEW, "update lmcache-toolkit"),
     "lmcache_format.errors.FormatError": _Rule(ExitCode.DAMAGE, "run 'lmcache verify' to see what is damaged"),
     "lmcache_cli.backends.errors.Unsupported": _Rule(

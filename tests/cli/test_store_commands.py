@@ -233,7 +233,6 @@ def test_wrong_request(inside, made_store, arguments, code, said):
 LOCALES = [{"LC_ALL": "C.UTF-8"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
 
 
-@pytest.mark.xfail(strict=False, reason="the local back-end's URL cannot carry bytes that are no UTF-8")
 @pytest.mark.parametrize("locale", LOCALES)
 def test_a_store_under_an_odd_name_works(lmcache, made_store, locale):
     """C52."""

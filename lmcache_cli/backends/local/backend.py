@@ -6,7 +6,7 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote, unquote_to_bytes, urlsplit
 
 from lmcache_cli.backends.buffers import BufferPool, Lease, NoBuffer
 from lmcache_cli.backends.errors import (
@@ -45,7 +45,7 @@ def open_url(url: str) -> LocalBackend:
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost"):
         raise Unsupported(f"{url}: a file URL names no host here, found {parts.netloc!r}; write file:///path")
-    return LocalBackend(unquote(parts.path))
+    return LocalBackend(os.fsdecode(unquote_to_bytes(os.fsencode(parts.path))))
 
 
 class LocalBackend:
@@ -67,7 +67,7 @@ class LocalBackend:
         if not os.fspath(path):
             raise Unsupported("the path of the store is empty; give a directory")
         self.path = str(Path(path).absolute())
-        self.url = f"file://{quote(self.path)}"
+        self.url = f"file://{quote(os.fsencode(self.path))}"
         self._calls = calls or SystemCalls()
         self._root = Root(self.path, self._calls)
         self._names = NameSync(self._root, self._calls)
