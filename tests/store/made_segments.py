@@ -26,14 +26,14 @@ NUM_WRITES = 24
 
 def _write(number: int) -> Entry:
     """The write `number`: what it wrote follows from the number, so that no two tests can disagree on it."""
-    key = KEYS[number * 7 % len(KEYS)]
+    key = KEYS[number % len(KEYS)]
     return Entry(
         key=key[:16],
         parent=key_number(KEYS[number * 5 % len(KEYS)]),
         depth=number % 3,
         num_tokens=CHUNK_TOKENS if number % 4 else 1 + number % 7,
-        part=PARTS[number * 11 % 3],
-        encoding=ENCODINGS[number * 13 % 2],
+        part=PARTS[number // len(KEYS) % 2],
+        encoding=ENCODINGS[number % 2],
         nonce=f"{number * 0x0123456789ABCDEF % 2**64:016x}",
         size_bytes=4096 + number,
         created_ms=1_000 + number * 17 % 5,

@@ -133,7 +133,7 @@ def test_foreign_files_among_the_segments_are_left_alone(
     assert not store.events.snapshot().get("segment_damaged")
 
 
-@pytest.mark.parametrize("make", [os.mkdir, lambda path: os.symlink("/dev/zero", path), lambda path: os.mkfifo(path)])
+@pytest.mark.parametrize("make", [os.mkdir, lambda path: path.symlink_to("/dev/zero"), lambda path: os.mkfifo(path)])
 def test_what_is_no_file_does_not_stop_the_index(
     store: Store, root: Path, identity: Identity, make: Callable[[Path], None]
 ) -> None:
