@@ -78,14 +78,13 @@ class Int8Huffman(Int8):
 
 
 def _largest_magnitudes(rows: Float32) -> Float32:
-    """max |x| of every row. Rows are halved on themselves: reducing along short rows is slow in numpy."""
-    left = np.abs(rows, out=scratch("magnitudes", rows.size, np.float32).reshape(rows.shape))
-    width = rows.shape[1]
-    while width > 1:
-        half = width // 2
-        np.maximum(left[:, :half], left[:, width - half : width], out=left[:, :half])
-        width -= half
-    largest: Float32 = left[:, 0].copy()
+    """max |x| of every row, NaN where there is one: magnitudes order like the integers of the same bits.
+
+    `reduceat` because numpy's reduction along short rows is six times slower.
+    """
+    magnitudes = np.abs(rows, out=scratch("magnitudes", rows.size, np.float32).reshape(rows.shape))
+    starts = np.arange(0, rows.size, rows.shape[1])
+    largest: Float32 = np.maximum.reduceat(magnitudes.reshape(-1).view(np.int32), starts).view(np.float32)
     return largest
 
 

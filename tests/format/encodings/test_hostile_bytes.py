@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lmcache_format.dtypes import Dtype
-from lmcache_format.encodings import encoding_names, get_encoding
+from lmcache_format.encodings import encoding_names, get_encoding, huffman
 from lmcache_format.encodings.frame import LOSSLESS, PREFIX
 from lmcache_format.encodings.protocol import Encoding
 from lmcache_format.encodings.uq import ESCAPE
@@ -146,6 +146,23 @@ def test_zstd_streams_of_another_kind_are_refused_in_bounded_memory(name: str, k
         assert tracemalloc.get_traced_memory()[1] < 4 * spec.nbytes + (1 << 20)
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in other_frames(b"x" * 100) if kind != "claims what is expected"])
+def test_a_frame_that_is_not_alone_or_not_of_the_size_never_reaches_zstd(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoding, spec, stored = framed("bfx")
+    begin, end = zstd_stream(stored)
+    content = zstandard.ZstdDecompressor().decompress(stored[begin:end])
+    lie = repacked(stored, {1: other_frames(content)[kind]})
+
+    def decompress(*_: object) -> None:
+        pytest.fail("memory was given to a frame that lies")
+
+    monkeypatch.setattr(huffman, "_decompress_checked", decompress)
+    with pytest.raises(EncodingError):
+        decode(encoding, lie, spec)
 
 
 @pytest.mark.parametrize("name", HUFFMAN)

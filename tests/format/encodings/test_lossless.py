@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lmcache_format.dtypes import Dtype
-from lmcache_format.encodings import encoding_names, get_encoding
+from lmcache_format.encodings import encoding_names, get_encoding, resolve_encoding
 from lmcache_format.encodings.frame import PREFIX
 from lmcache_format.encodings.protocol import Encoding
 from lmcache_format.errors import EncodingError, UnsupportedVersion
@@ -133,3 +135,34 @@ def test_unknown_names_and_parameters_are_not_damage() -> None:
     with pytest.raises(UnsupportedVersion, match="parameters"):
         get_encoding("bfx", {"version": 2})
     assert get_encoding("bfx", {"version": 1}).name == "bfx"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("bfx", "bfx"),
+        ("uq", "uq006"),
+        ("uq:near", "uq006"),
+        ("uq:0.25", "uq025"),
+        ("uq:.5", "uq050"),
+        ("uq:fine", "uq012"),
+    ],
+)
+def test_people_may_name_the_step_or_the_class(text: str, name: str) -> None:
+    assert resolve_encoding(text).name == name
+
+
+def test_threads_share_encodings() -> None:
+    specs = [spec_of((3, 64, 64), name=f"layers.{index}.k") for index in range(8)]
+    chunks = [b"".join(kv_like((3, 64, 64), 8 * thread + index).tobytes() for index in range(8)) for thread in range(4)]
+
+    def is_exact(chunk: bytes) -> bool:
+        out = np.empty(len(chunk), np.uint8)
+        for _ in range(10):
+            get_encoding("bfx").decode_many(get_encoding("bfx").encode_many(chunk, specs), specs, out)
+            if out.tobytes() != chunk:
+                return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(is_exact, chunks))
