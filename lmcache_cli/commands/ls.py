@@ -54,14 +54,14 @@ def find_namespace(store: Store, start: str) -> Fingerprint:
 
 def list_namespaces(session: Session, store: Store) -> ExitCode:
     """Prints a row for every namespace and a warning for each that cannot be read."""
-    from lmcache_cli.commands.overview import NamespaceStatus, namespace_overviews, total_usage
+    from lmcache_cli.commands.overview import namespace_overviews, total_usage
 
-    overviews = list(namespace_overviews(store))
+    overviews = namespace_overviews(store)
     session.output.table("namespace", (overview.row() for overview in overviews), columns=NAMESPACE_COLUMNS)
     for overview in overviews:
         if overview.problem is not None:
             session.output.warning(overview.problem)
-    num_damaged = sum(overview.status is NamespaceStatus.DAMAGED for overview in overviews)
+    num_damaged = sum(overview.is_damaged for overview in overviews)
     usage = total_usage(overviews)
     session.output.summary(
         "{num_namespaces} namespaces, {num_chunks} chunks, {num_tokens} tokens, {size_bytes}; {num_damaged} damaged",

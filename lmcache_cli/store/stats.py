@@ -89,14 +89,15 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceStats:
-    """One namespace; `identity` None and `problem` set where its `ns.json` cannot be read. `num_unread_segments` of its
-    index could not be read, so that the numbers are too small."""
+    """One namespace; `identity` None and `problem` set where its `ns.json` cannot be read. Of its index
+    `num_damaged_segments` and `num_newer_segments` could not be read, so that the numbers may be too small."""
 
     fingerprint: Fingerprint
     identity: Identity | None
     usage: Usage
     num_segments: int
-    num_unread_segments: int = 0
+    num_damaged_segments: int = 0
+    num_newer_segments: int = 0
     problem: str = ""
     is_newer: bool = False
 
@@ -121,12 +122,14 @@ def store_stats(store: Store, namespace: Fingerprint | None = None) -> StoreStat
 
 def _namespace_stats(store: Store, found: FoundIdentity, today: int) -> NamespaceStats:
     index = Index(store.backend, found.fingerprint)
+    newer = sum(problem.is_newer for problem in index.problems)
     return NamespaceStats(
         found.fingerprint,
         found.identity,
         usage_of(index.state, found.identity, today),
         index.manifest.live_segments,
-        len(index.problems),
+        len(index.problems) - newer,
+        newer,
         found.problem,
         found.is_newer,
     )

@@ -34,7 +34,7 @@ def test_numbers_are_those_of_the_files(store: Store, namespace: Namespace, root
     size = sum(path.stat().st_size for path in files)
     (one,) = (found := store_stats(store)).namespaces
     usage = found.total
-    assert (one.identity, one.problem, one.num_unread_segments) == (namespace.identity, "", 0)
+    assert (one.identity, one.problem, one.num_damaged_segments) == (namespace.identity, "", 0)
     assert (usage.num_shards, usage.num_chunks, usage.num_complete_chunks, usage.num_tails) == (6, 6, 6, 1)
     assert (usage.num_tokens, usage.num_complete_tokens, usage.num_documents) == (22, 22, 1)
     assert (usage.size_bytes, usage.raw_bytes) == (size, 22 * CHUNK_BYTES // 4)
@@ -91,7 +91,7 @@ def test_a_namespace_without_identity_and_a_damaged_segment_are_told(store: Stor
     segment.write_bytes(b"LMKVSEG1 and no more")
     (one,) = store_stats(store).namespaces
     assert (one.identity, one.problem, one.usage.num_chunks) == (None, "ns.json is missing", 6)
-    assert (one.num_segments, one.num_unread_segments) == (1, 1)
+    assert (one.num_segments, one.num_damaged_segments) == (1, 1)
 
 
 def test_an_empty_store(store: Store):
