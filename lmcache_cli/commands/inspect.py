@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lmcache_cli.commands.asked_prompt import AskedPrompt, explain_miss
 from lmcache_cli.commands.command import Session, command, literal
+from lmcache_cli.commands.model_options import (
+    AllowUnverified,
+    ChatTemplate,
+    ChunkTokens,
+    KvDtype,
+    Name,
+    PerhapsModel,
+    Revision,
+    Salt,
+    identify_model,
+)
 from lmcache_cli.errors import DamageFound, Refused, TooNew
 from lmcache_cli.exit_codes import ExitCode
-from lmcache_cli.rendering import utc_time
+from lmcache_cli.rendering import fields_of, utc_time
 
 if TYPE_CHECKING:
     from lmcache_cli.store import Namespace, Store
+    from lmcache_cli.store.documents import Document
     from lmcache_format import Identity
     from lmcache_format.shard import ShardHeader
 
@@ -22,6 +38,8 @@ RUN_COLUMNS = (
     "detached", "labels",
 )  # fmt: skip
 RUN_TERMINAL_COLUMNS = ("tree", "num_chunks", "end_tokens", "size_bytes", "last_used", "num_hits", "labels")
+DOCUMENT_COLUMNS = ("name", "status", "num_tokens", "num_usable_tokens", "key")
+DOCUMENT_TERMINAL_COLUMNS = ("name", "status", "num_tokens")
 LEAST_KEY_DIGITS = 8
 
 
@@ -31,6 +49,7 @@ LEAST_KEY_DIGITS = 8
         "lmcache inspect --store /srv/kv 3f9a",
         "lmcache inspect --store /srv/kv 0b5c1d22 --json",
         "lmcache inspect chunk.safetensors",
+        "lmcache inspect --store /srv/kv --model ./SmolLM2 --prompt-file handbook.txt",
     ),
     exit_codes=(ExitCode.DAMAGE, ExitCode.NO_STORE, ExitCode.TOO_NEW),
 )
@@ -42,13 +61,52 @@ def inspect(
             parser=literal, help="A shard file, or the start of a namespace's fingerprint or a chunk's key."
         ),
     ] = None,
+    limit: Annotated[
+        int, typer.Option("--limit", min=0, help="Runs, and documents, of a namespace to show; 0 for all.")
+    ] = 200,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", parser=literal, help="Say why this text would miss.")
+    ] = None,
+    prompt_file: Annotated[
+        str | None, typer.Option("--prompt-file", parser=literal, metavar="FILE", help="The same for a file of text.")
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option("--tokens", parser=literal, metavar="FILE.json", help="The same for a JSON list of token ids."),
+    ] = None,
+    model: PerhapsModel = None,
+    chat_template: ChatTemplate = False,
+    salt: Salt = None,
+    name: Name = None,
+    revision: Revision = None,
+    dtype: KvDtype = None,
+    chunk_tokens: ChunkTokens = 256,
+    allow_unverified: AllowUnverified = False,
 ) -> ExitCode:
-    """Look into a store, a namespace, a chunk, or a shard file on its own.
+    """Look into a store, a namespace, a chunk, or a shard file; or find out why a prompt would miss.
 
-    Of a store it shows its properties and namespaces; of a namespace its identity and the tree of prefixes, a line for
-    every run of chunks without a branch; of a chunk (at least 8 digits of its key) what its shards say about
-    themselves; of a file the same, with every checksum compared.
+    Of a store it shows its properties and namespaces; of a namespace its identity, its documents, and the tree of
+    prefixes, a line for every run of chunks without a branch; of a chunk (at least 8 digits of its key) what its shards
+    say about themselves; of a file the same, with every checksum compared. With a prompt and a model it says how many
+    tokens would hit, which chunk is the first that does not, and what differs from what is stored.
     """
+    asked = AskedPrompt(text=prompt, text_file=prompt_file, tokens_file=tokens, as_chat=chat_template, salt=salt)
+    if asked.is_given:
+        if target is not None:
+            raise Refused(
+                f"a prompt is looked up in the whole store, found {target!r} beside it", "leave one of them out"
+            )
+        identify = partial(
+            identify_model,
+            name=name,
+            revision=revision,
+            dtype=dtype,
+            chunk_tokens=chunk_tokens,
+            allow_unverified=allow_unverified,
+        )
+        return explain_miss(session, asked, model, identify)
+    if model is not None:
+        raise Refused("--model without a prompt", "add --prompt, --prompt-file or --tokens")
     if target is not None and Path(target).is_file():
         return _inspect_file(session, Path(target))
     from lmcache_cli.store import Store
@@ -58,7 +116,7 @@ def inspect(
             return _inspect_store(session, store)
         if not target or set(target.lower()) - set("0123456789abcdef"):
             raise Refused(f"expected a file, a fingerprint or a key, found {target!r}", "run 'lmcache ls' to see them")
-        return _inspect_named(session, store, target.lower())
+        return _inspect_named(session, store, target.lower(), limit or sys.maxsize)
 
 
 def _inspect_store(session: Session, store: Store) -> ExitCode:
@@ -69,7 +127,7 @@ def _inspect_store(session: Session, store: Store) -> ExitCode:
     return list_namespaces(session, store)
 
 
-def _inspect_named(session: Session, store: Store, start: str) -> ExitCode:
+def _inspect_named(session: Session, store: Store, start: str, limit: int) -> ExitCode:
     """A namespace or chunks by the start of the name; a namespace goes first, being what one can see in `ls`."""
     from lmcache_cli.commands.overview import open_for_reading
 
@@ -79,7 +137,7 @@ def _inspect_named(session: Session, store: Store, start: str) -> ExitCode:
         raise Refused(f"{len(matching)} namespaces start with {start!r}", "write more of its fingerprint")
     if matching:
         with open_for_reading(store, store.identity(matching[0])) as namespace:
-            return _inspect_namespace(session, namespace)
+            return _inspect_namespace(session, namespace, limit)
     if len(start) < LEAST_KEY_DIGITS:
         raise Refused(
             f"no namespace starts with {start!r} in {store.url}",
@@ -88,16 +146,51 @@ def _inspect_named(session: Session, store: Store, start: str) -> ExitCode:
     return _inspect_chunks(session, store, start)
 
 
-def _inspect_namespace(session: Session, namespace: Namespace) -> ExitCode:
-    from lmcache_cli.commands.prefix_tree import prefix_runs
-    from lmcache_cli.rendering import fields_of
+def _inspect_namespace(session: Session, namespace: Namespace, limit: int) -> ExitCode:
+    from lmcache_cli.commands.prefix_tree import PrefixTree
+    from lmcache_cli.store.chunk_table import chunk_table
+    from lmcache_cli.store.documents import documents_of
+    from lmcache_format.geometry import whole_part
 
-    session.output.record("identity", _described_identity(namespace.identity))
-    state = namespace.state()
-    rows = ({"tree": run.tree, **fields_of(run)} for run in prefix_runs(state))
-    num_runs = session.output.table("prefix", rows, columns=RUN_COLUMNS, terminal_columns=RUN_TERMINAL_COLUMNS)
-    session.output.summary("{num_runs} runs, {num_shards} shards", num_runs=num_runs, num_shards=len(state))
+    output, identity = session.output, namespace.identity
+    output.record("identity", _described_identity(identity))
+    table = chunk_table(namespace.state(), whole_part(identity))
+    documents = sorted(documents_of(table, identity.chunk_tokens), key=lambda document: document.is_complete)
+    if documents:
+        output.table(
+            "document",
+            map(_described_document, documents[:limit]),
+            columns=DOCUMENT_COLUMNS,
+            terminal_columns=DOCUMENT_TERMINAL_COLUMNS,
+        )
+    tree = PrefixTree(table)
+    rows = ({"tree": run.tree, **fields_of(run)} for run in itertools.islice(tree.runs(), limit))
+    num_shown = output.table("prefix", rows, columns=RUN_COLUMNS, terminal_columns=RUN_TERMINAL_COLUMNS)
+    num_left_out = tree.num_runs - num_shown + max(len(documents) - limit, 0)
+    if num_left_out:
+        output.note(f"{num_left_out} more runs and documents are left out; pass --limit 0 to see all")
+    num_complete = sum(document.is_complete for document in documents)
+    output.summary(
+        "{num_runs} runs, {num_shards} shards; documents: {documents}",
+        num_runs=tree.num_runs,
+        num_left_out=num_left_out,
+        num_shards=len(table.state),
+        num_documents=len(documents),
+        num_complete_documents=num_complete,
+        documents=_completeness(num_complete, len(documents)),
+    )
     return ExitCode.OK
+
+
+def _completeness(num_complete: int, num_documents: int) -> str:
+    """`complete (5/5)`, `incomplete (3/5)`, or `none`."""
+    if not num_documents:
+        return "none"
+    return f"{'complete' if num_complete == num_documents else 'incomplete'} ({num_complete}/{num_documents})"
+
+
+def _described_document(document: Document) -> dict[str, object]:
+    return {"complete": document.is_complete, "status": document.status, **fields_of(document)}
 
 
 def _inspect_chunks(session: Session, store: Store, start: str) -> ExitCode:

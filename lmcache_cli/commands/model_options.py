@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
     from lmcache_cli.integration.prompts import Prompt
     from lmcache_cli.integration.transformers.model_identity import IdentifiedModel
+    from lmcache_cli.integration.transformers.prompt_tokens import PromptTokens
     from lmcache_cli.integration.warming import WarmDocument
 
-Model = Annotated[
-    str,
-    typer.Option(
-        "--model", parser=literal, metavar="DIR|ID", help="Model directory, or hub name of one on this machine."
-    ),
-]
+_MODEL = typer.Option(
+    "--model", parser=literal, metavar="DIR|ID", help="Model directory, or hub name of one on this machine."
+)
+Model = Annotated[str, _MODEL]
+PerhapsModel = Annotated[str | None, _MODEL]
 Name = Annotated[
     str | None,
     typer.Option(
@@ -109,7 +109,6 @@ def read_all_prompts(
 
 def tokenize(model: IdentifiedModel, prompts: Sequence[Prompt], *, as_chat: bool) -> list[WarmDocument]:
     """Token ids of every prompt under the model's own tokenizer."""
-    from lmcache_cli.integration.transformers.prompt_tokens import load_prompt_tokens
     from lmcache_cli.integration.warming import WarmDocument
 
     tokenizer = None
@@ -118,7 +117,13 @@ def tokenize(model: IdentifiedModel, prompts: Sequence[Prompt], *, as_chat: bool
         if prompt.tokens is not None:
             tokens = prompt.tokens
         else:
-            tokenizer = tokenizer or load_prompt_tokens(model.directory, user_cache_dir())
+            tokenizer = tokenizer or _load_tokenizer(model)
             tokens = prompt.token_ids(tokenizer, as_chat=as_chat)
         documents.append(WarmDocument(prompt.name, tokens, prompt.salt))
     return documents
+
+
+def _load_tokenizer(model: IdentifiedModel) -> PromptTokens:
+    from lmcache_cli.integration.transformers.prompt_tokens import load_prompt_tokens
+
+    return load_prompt_tokens(model.directory, user_cache_dir())

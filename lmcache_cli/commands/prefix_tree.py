@@ -1,6 +1,7 @@
 """The chunks of a namespace as the tree they form: prompts that share a beginning share its chunks.
 
 A row of the tree is a run of chunks without a branch. A chunk's parent is known by the first eight bytes of its key.
+Rows are made one by one, so that the first ones of a million chunks are there in a moment.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from lmcache_cli.rendering import utc_day
 
 if TYPE_CHECKING:
-    from lmcache_cli.store import State
+    from lmcache_cli.store.chunk_table import ChunkTable
+
+_NONE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,76 +47,80 @@ class PrefixRun:
         return "  " * self.level + self.key
 
 
-def prefix_runs(state: State) -> Iterator[PrefixRun]:
-    """All runs, each before those that branch off it, in order of keys."""
-    chunks = _Chunks(state)
-    waiting = [(root, 0, 0, chunks.depth[root] > 0) for root in reversed(chunks.roots())]
-    while waiting:
-        first, level, tokens_before, detached = waiting.pop()
-        run = [first]
-        while len(children := chunks.children(run[-1])) == 1:
-            run.append(children[0])
-        num_tokens = sum(chunks.num_tokens[chunk] for chunk in run)
-        yield chunks.run(run, level=level, num_tokens=num_tokens, tokens_before=tokens_before, detached=detached)
-        end = tokens_before + num_tokens
-        waiting += [(child, level + 1, end, detached) for child in reversed(children)]
+class PrefixTree:
+    """The runs of a namespace; `num_runs` is known before any of them is made."""
 
+    def __init__(self, table: ChunkTable) -> None:
+        from lmcache_cli.store.documents import parent_chunks
 
-class _Chunks:
-    """The shards of a state gathered to chunks, as lists by chunk number."""
+        self._table = table
+        parents = parent_chunks(table)
+        is_root = parents == _NONE
+        num_children = np.bincount(parents[~is_root], minlength=len(table))
+        self.num_runs = int(is_root.sum() + num_children[num_children > 1].sum())
+        self._roots = np.flatnonzero(is_root)
+        self._by_parent = np.argsort(parents, kind="stable")
+        self._first_child = np.searchsorted(parents[self._by_parent], np.arange(len(table) + 1)).tolist()
+        self._num_children: list[int] = num_children.tolist()
+        self._keys, self._depths = table.keys, table.depths
+        self._num_tokens, self._size_bytes = table.num_tokens, table.size_bytes
+        self._labels = _labels(table)
 
-    def __init__(self, state: State) -> None:
-        adds, rest = state.adds, state.adds["key_rest"]
-        changes = (state.keys[1:] != state.keys[:-1]) | (rest[1:] != rest[:-1])
-        starts = np.flatnonzero(np.concatenate([[True], changes])) if len(state) else np.empty(0, np.int64)
-        self._keys = state.keys[starts]
-        self._rests = rest[starts]
-        self._labels = _labels(state)
-        self.depth: list[int] = adds["depth"][starts].tolist()
-        self.num_tokens: list[int] = adds["num_tokens"][starts].tolist()
-        sizes = adds["size_bytes"].astype(np.int64)
-        self._size_bytes: list[int] = np.add.reduceat(sizes, starts).tolist() if len(starts) else []
-        self._used = {int(touch["key"]): (int(touch["day"]), int(touch["hits"])) for touch in state.touches}
-        parents = adds["parent"][starts]
-        self._order = np.argsort(parents, kind="stable")
-        self._sorted_parents = parents[self._order]
-        first, last = (np.searchsorted(self._sorted_parents, self._keys, side=side) for side in ("left", "right"))
-        self._first: list[int] = first.tolist()
-        self._last: list[int] = last.tolist()
-        self._is_root = ~np.isin(parents, self._keys) | (adds["depth"][starts] == 0)
+    def runs(self) -> Iterator[PrefixRun]:
+        """All runs, each before those that branch off it, in order of keys."""
+        waiting = [(int(root), 0, 0, bool(self._depths[root] > 0)) for root in self._roots[::-1]]
+        while waiting:
+            first, level, tokens_before, detached = waiting.pop()
+            chunks = self._chunks_from(first)
+            end = tokens_before + int(self._num_tokens[chunks].sum())
+            yield self._run(chunks, level=level, tokens_before=tokens_before, end_tokens=end, detached=detached)
+            waiting += [(child, level + 1, end, detached) for child in reversed(self._children(chunks[-1]))]
 
-    def roots(self) -> list[int]:
-        """Chunks whose parent is not here, by key."""
-        found: list[int] = np.flatnonzero(self._is_root).tolist()
+    def _chunks_from(self, chunk: int) -> list[int]:
+        """The chunk and those that follow it, up to the next branch or end."""
+        chunks = [chunk]
+        while self._num_children[chunk] == 1:
+            chunk = int(self._by_parent[self._first_child[chunk]])
+            chunks.append(chunk)
+        return chunks
+
+    def _children(self, chunk: int) -> list[int]:
+        found: list[int] = self._by_parent[self._first_child[chunk] : self._first_child[chunk + 1]].tolist()
         return found
 
-    def children(self, chunk: int) -> list[int]:
-        """Chunks that follow this one; a key that damage made its own ancestor is not followed."""
-        rows = self._order[self._first[chunk] : self._last[chunk]]
-        return [int(row) for row in rows if self.depth[row] == self.depth[chunk] + 1]
-
-    def run(self, chunks: list[int], *, level: int, num_tokens: int, tokens_before: int, detached: bool) -> PrefixRun:
-        used = [self._used[key] for chunk in chunks if (key := int(self._keys[chunk])) in self._used]
+    def _run(self, chunks: list[int], *, level: int, tokens_before: int, end_tokens: int, detached: bool) -> PrefixRun:
+        touches = self._touches(chunks)
         return PrefixRun(
             level=level,
-            key=self._key(chunks[-1]).hex(),
-            depth=self.depth[chunks[0]],
+            key=self._table.key_of(chunks[-1]).hex(),
+            depth=int(self._depths[chunks[0]]),
             num_chunks=len(chunks),
-            num_tokens=num_tokens,
-            end_tokens=tokens_before + num_tokens,
-            size_bytes=sum(self._size_bytes[chunk] for chunk in chunks),
-            last_used=utc_day(max(day for day, _ in used)) if used else None,
-            num_hits=max((hits for _, hits in used), default=0),
+            num_tokens=end_tokens - tokens_before,
+            end_tokens=end_tokens,
+            size_bytes=int(self._size_bytes[chunks].sum()),
+            last_used=utc_day(int(touches["day"].max())) if len(touches) else None,
+            num_hits=int(touches["hits"].max()) if len(touches) else 0,
             detached=detached,
-            labels=tuple(name for chunk in chunks for name in self._labels.get(self._key(chunk), ())),
+            labels=tuple(name for chunk in chunks for name in self._labels.get(chunk, ())),
         )
 
-    def _key(self, chunk: int) -> bytes:
-        return int(self._keys[chunk]).to_bytes(8, "big") + int(self._rests[chunk]).to_bytes(8, "big")
+    def _touches(self, chunks: list[int]) -> npt.NDArray[np.void]:
+        """Those of these chunks, as the state has them: sorted by key, one a key."""
+        touches = self._table.state.touches
+        keys = self._keys[chunks]
+        at = np.searchsorted(touches["key"], keys)
+        known = at < len(touches)
+        at, keys = at[known], keys[known]
+        found: npt.NDArray[np.void] = touches[at[touches["key"][at] == keys]]
+        return found
 
 
-def _labels(state: State) -> dict[bytes, list[str]]:
-    names: dict[bytes, list[str]] = {}
-    for label in state.labels:
-        names.setdefault(label.key, []).append(label.name)
+def _labels(table: ChunkTable) -> dict[int, list[str]]:
+    """Names by the chunk that their sequence ends with."""
+    from lmcache_cli.store.documents import chunk_of
+
+    names: dict[int, list[str]] = {}
+    for label in table.state.labels:
+        if (chunk := chunk_of(table, label.key)) is not None:
+            names.setdefault(chunk, []).append(label.name)
     return names

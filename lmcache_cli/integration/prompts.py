@@ -66,11 +66,25 @@ def read_prompts(path: str, salt: str | None = None) -> Iterator[Prompt]:
             yield _parse_line(line, f"{path}:{number}", salt)
 
 
-def _parse_line(line: str, where: str, salt: str | None) -> Prompt:
+def read_tokens(path: str, salt: str | None = None) -> Prompt:
+    """A prompt from a JSON file: a list of token ids, or an object with one as `tokens`. Raises `PromptError`."""
+    value = _parse_json(_read_text(path), path)
+    tokens = value.get("tokens") if isinstance(value, dict) else value
+    if not isinstance(tokens, list):
+        raise PromptError(f"{path}: expected a list of token ids, or an object with one as 'tokens'")
+    return Prompt(name=path, tokens=_tokens({"tokens": tokens}, path), salt=salt)
+
+
+def _parse_json(text: str, where: str) -> object:
     try:
-        value = json.loads(line)
+        value: object = json.loads(text)
     except (ValueError, RecursionError) as problem:
-        raise PromptError(f"{where}: not a JSON object: {problem}") from None
+        raise PromptError(f"{where}: not JSON: {problem}") from None
+    return value
+
+
+def _parse_line(line: str, where: str, salt: str | None) -> Prompt:
+    value = _parse_json(line, where)
     if not isinstance(value, dict) or len(set(value) & {"prompt", "messages", "tokens"}) != 1:
         raise PromptError(f"{where}: expected an object with one of 'prompt', 'messages' and 'tokens'")
     unknown = sorted(set(value) - _FIELDS)

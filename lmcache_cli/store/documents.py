@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,15 +53,15 @@ def documents_of(table: ChunkTable, chunk_tokens: int) -> list[Document]:
 
 def _document(name: str, labels: list[Label], table: ChunkTable, usable: npt.NDArray[np.int64]) -> Document:
     last = max(labels, key=lambda label: (label.num_tokens, label.created_ms, label.key))
-    known = [min(int(usable[chunk]), last.num_tokens) for label in labels for chunk in _chunk_of(table, label.key)]
-    known = [tokens for tokens in known if tokens != _UNKNOWN]
+    chunks = [chunk for label in labels if (chunk := chunk_of(table, label.key)) is not None]
+    known = [min(int(usable[chunk]), last.num_tokens) for chunk in chunks if usable[chunk] != _UNKNOWN]
     return Document(name, last.key, last.num_tokens, max(known, default=None), last.created_ms)
 
 
-def _chunk_of(table: ChunkTable, key: bytes) -> Iterator[int]:
+def chunk_of(table: ChunkTable, key: bytes) -> int | None:
+    """The number of the chunk with this key (at least its first 16 bytes); None where it is not here."""
     rows = table.state.rows_of(key)
-    if rows:
-        yield int(np.searchsorted(table.starts, rows.start, side="right")) - 1
+    return int(np.searchsorted(table.starts, rows.start, side="right")) - 1 if rows else None
 
 
 def usable_tokens(table: ChunkTable, chunk_tokens: int) -> npt.NDArray[np.int64]:

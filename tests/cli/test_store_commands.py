@@ -75,13 +75,14 @@ def _shard_at(store, depth):
     return next(path for path in sorted(store.rglob("*.safetensors")) if wanted in path.read_bytes())
 
 
+def _of_kind(records, kind):
+    return [record for record in records if record["schema"] == f"lmcache.{kind}/1"]
+
+
 def test_inspect_shows_the_tree_of_prefixes(inside, made_store):
-    identity, *runs, summary = _records(inside("inspect", "--store", made_store, _namespace_of(made_store), "--json"))
-    assert (identity["schema"], identity["model"], identity["verified"]) == (
-        "lmcache.identity/1",
-        "org/tiny [v1]",
-        True,
-    )
+    records = _records(inside("inspect", "--store", made_store, _namespace_of(made_store), "--json"))
+    (identity,), runs, summary = _of_kind(records, "identity"), _of_kind(records, "prefix"), records[-1]
+    assert (identity["model"], identity["verified"]) == ("org/tiny [v1]", True)
     assert summary["num_runs"] == 3
     root, *branches = runs
     assert (root["level"], root["num_chunks"], root["num_tokens"], root["end_tokens"]) == (0, 1, 4, 4)
@@ -89,6 +90,32 @@ def test_inspect_shows_the_tree_of_prefixes(inside, made_store):
     assert [(run["level"], run["num_chunks"], run["end_tokens"]) for run in branches] == [(1, 1, 8), (1, 3, 14)]
     assert [run["labels"] for run in branches] == [["second"], ["first"]]
     assert not any(run["detached"] for run in runs)
+
+
+def test_inspect_shows_which_documents_are_complete(inside, made_store):
+    """C48."""
+    namespace = _namespace_of(made_store)
+    whole = inside("inspect", "--store", made_store, namespace, "--json")
+    assert [(document["name"], document["status"]) for document in _of_kind(_records(whole), "document")] == [
+        ("first", "complete"),
+        ("second", "complete"),
+    ]
+    assert _records(whole)[-1]["documents"] == "complete (2/2)"
+    _shard_at(made_store, depth=3).unlink()
+    assert inside("repair", "--store", made_store, "--yes").code == 0
+    broken = inside("inspect", "--store", made_store, namespace)
+    assert b"first\tincomplete (?/14 tokens)\t14\t-\t" in broken.stdout
+    assert b"documents: incomplete (1/2)" in broken.stderr
+
+
+def test_inspect_shows_no_more_than_the_limit_and_says_so(inside, made_store):
+    namespace = _namespace_of(made_store)
+    ran = inside("inspect", "--store", made_store, namespace, "--limit", "1", "--json")
+    assert [len(_of_kind(_records(ran), kind)) for kind in ("document", "prefix")] == [1, 1]
+    assert (_records(ran)[-1]["num_runs"], _records(ran)[-1]["num_left_out"]) == (3, 3)
+    assert b"3 more runs and documents are left out; pass --limit 0" in ran.stderr
+    unlimited = inside("inspect", "--store", made_store, namespace, "--limit", "0", "--json")
+    assert _records(unlimited)[-1]["num_left_out"] == 0
 
 
 def test_inspect_marks_what_no_prompt_can_reach(inside, made_store):
@@ -103,8 +130,8 @@ def test_inspect_marks_what_no_prompt_can_reach(inside, made_store):
         state = opened.state()
         (first,) = (entry for entry in map(state.entry, range(len(state))) if entry.depth == 0)
         opened.remove(first, RemoveReason.MISSING)
-    _, *runs, _ = _records(inside("inspect", "--store", made_store, _namespace_of(made_store), "--json"))
-    assert [run["detached"] for run in runs] == [True, True]
+    records = _records(inside("inspect", "--store", made_store, _namespace_of(made_store), "--json"))
+    assert [run["detached"] for run in _of_kind(records, "prefix")] == [True, True]
 
 
 def test_inspect_shows_what_a_shard_says_of_itself(inside, made_store):
@@ -188,7 +215,7 @@ SITUATIONS = {
     "empty folder": (lambda store: (shutil.rmtree(store), store.mkdir()), 10, b"next: make one: lmcache init --store"),
     "a file instead": (lambda store: (shutil.rmtree(store), store.touch()), 1, b""),
     "damaged identity": (_damage_identity, 3, b"does not hash to its name"),
-    "identity gone": (_remove_identity, 3, b"has no namespace"),
+    "identity gone": (_remove_identity, 3, b"ns.json is missing"),
     "damaged superblock": (_damage_superblock, 3, b"store.000001.json"),
     "newer superblock": (_newer_superblock, 12, b"from-the-future"),
     "foreign files": (_put_pickles_about, 0, b""),
