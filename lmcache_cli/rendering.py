@@ -40,7 +40,7 @@ def as_utf8(text: str) -> str:
 
 
 def cell(key: str, value: JsonValue) -> str:
-    """A value for people: the unit at the end of its key (`_bytes`, `_s`, `_ms`, …) decides how it is shown."""
+    """A value for people: the unit in its key (`_bytes`, `bytes_`, `_s`, `_ms`, …) decides how it is shown."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return _shown_number(key, value)
     return field(value)
@@ -129,7 +129,7 @@ def _escaped(character: str) -> str:
 
 
 def _shown_number(key: str, value: int | float) -> str:
-    if key.endswith("_bytes") or key == "bytes":
+    if key.endswith("_bytes") or key == "bytes" or key.startswith("bytes_"):
         return show_size(value)
     for suffix, unit_s in _SECONDS_BY_SUFFIX.items():
         if key.endswith(suffix):

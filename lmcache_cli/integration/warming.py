@@ -139,10 +139,21 @@ def warm(
             _compute(namespace, producer, batch, writer, report, progress)
     finally:
         writer.close()
+        if report.num_complete < len(usable):
+            _label_progress(namespace, usable)
         namespace.flush()
         report.chunks_stored, report.bytes_written = writer.chunks_stored, writer.bytes_written
         report.seconds = time.perf_counter() - started
     return report
+
+
+def _label_progress(namespace: Namespace, documents: Sequence[WarmDocument]) -> None:
+    """Give a document's name to what there is of it as well, or nobody could tell how far it has come."""
+    for document in documents:
+        match = namespace.match(document.tokens, salt=document.salt)
+        if match.keys and match.num_tokens < len(document.tokens):
+            num_full = len(match.keys)
+            namespace.label(document.name, match.keys[-1], num_full * match.chunk_tokens, num_full - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,9 +313,12 @@ class _Writer:
         self._raise()
 
     def close(self) -> None:
-        """Commit what was handed over and end the thread."""
+        """Commit what was handed over and end the thread, even when a signal comes meanwhile."""
         self._queue.put(None)
-        self._thread.join()
+        try:
+            self._thread.join()
+        finally:
+            self._thread.join()  # not left to write while the process ends
 
     def _run(self) -> None:
         while (write := self._queue.get()) is not None:
