@@ -134,7 +134,7 @@ def _contradiction(meta: ShardMeta, name: ShardName, identity: Identity | None) 
     return ""
 
 
-def contradicts_index(header: ShardHeader, entry: Entry) -> str:
+def contradicts_index(header: ShardHeader, entry: Entry, crc32c: int | None = None) -> str:
     """In what an index entry differs from its shard, nonces apart; empty where in nothing."""
     meta = header.meta
     for field, listed, found in (
@@ -145,4 +145,6 @@ def contradicts_index(header: ShardHeader, entry: Entry) -> str:
     ):
         if listed != found:
             return f"index says {field} {listed}, the shard {found}"
+    if None not in (crc32c, entry.crc32c) and crc32c != entry.crc32c:
+        return f"index says crc32c {entry.crc32c:08x}, the back-end {crc32c:08x}, and the shard is sound"
     return ""

@@ -247,7 +247,7 @@ def _judged(plan: NamespacePlan, one: Surveyed, adopting: Pending, now_ms: int) 
                 adopting.adds.append(entry)
                 if one.entry is not None:
                     plan.removes.append(Remove(one.entry, RemoveReason.REPLACED, now_ms, is_swept=True))
-            elif not one.is_other_write and (reason := contradicts_index(checked.header, one.entry)):
+            elif not one.is_other_write and (reason := contradicts_index(checked.header, one.entry, one.info.crc32c)):
                 if one.row != ABSENT_ROW:
                     plan.corrected_rows.append(one.row)
                 adopting.adds.append(entry)

@@ -156,15 +156,16 @@ class Survey:
             self.bytes_listed += info.size_bytes
             in_share = self._share is None or self._share.holds(name.key)
             agrees = row != ABSENT_ROW and int(sizes[row]) == info.size_bytes and self._can_read(name.encoding)
+            is_other_content = False
             if agrees and info.crc32c is not None and int(flags[row]) & AddFlags.HAS_CRC32C:
-                agrees = int(checksums[row]) == info.crc32c
-            if agrees and (self._level is Level.QUICK or not in_share):
+                is_other_content = int(checksums[row]) != info.crc32c
+            if agrees and not is_other_content and (self._level is Level.QUICK or not in_share):
                 self.num_agreeing += 1
                 continue
             entry = state.entry(row) if row != ABSENT_ROW else None
             if entry is None and late_row != ABSENT_ROW:
                 entry = self._index.late.entry(late_row)
-            yield _Job(name, info, entry, row, in_share and self._level is Level.FULL)
+            yield _Job(name, info, entry, row, is_other_content or (in_share and self._level is Level.FULL))
 
     def _late_rows(self, names: list[ShardName], rows: npt.NDArray[np.int64]) -> list[int]:
         """Rows of what was flushed since, for names the index did not list when it was read."""

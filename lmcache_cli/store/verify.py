@@ -310,7 +310,7 @@ class Verification:
             report.num_good += 1
             reason = "sound, but not in the index" if one.entry is None else "sound, but the index lists another write"
             return FindingKind.UNINDEXED, reason
-        if not one.is_other_write and (reason := contradicts_index(checked.header, one.entry)):
+        if not one.is_other_write and (reason := contradicts_index(checked.header, one.entry, one.info.crc32c)):
             return FindingKind.DAMAGED, reason
         report.num_good += 1
         return None, ""

@@ -7,17 +7,20 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lmcache_cli.backends import open_backend
+from lmcache_cli.backends import Capabilities, ObjectInfo, open_backend
 from lmcache_cli.backends.fault import Fail, Fault, FaultBackend, FaultScript, FlipBit, TruncateListing, unavailable
 from lmcache_cli.backends.local.staging import this_host
+from lmcache_cli.backends.wrapper import BackendWrapper
 from lmcache_cli.store import Namespace, NoSuchNamespace, Store
 from lmcache_cli.store.survey import Level, Share
 from lmcache_cli.store.verify import FindingKind, Verification, VerifyOptions, VerifyReport, verify
+from lmcache_format.checksums import crc32c
 from lmcache_format.geometry import Part
 from lmcache_format.identity import Fingerprint, Identity, fingerprint_of
 from lmcache_format.segment import RemoveReason
@@ -279,6 +282,31 @@ def test_a_listing_that_leaves_things_out_is_unsure(filled: Path, level: Level):
     assert kinds(report) == ["unsure"]
     assert f"left out {NUM_CHUNKS - 6} shards" in report.findings[0].reason
     assert (report.is_sound, report.num_missing) == (False, 0)
+
+
+class Checksumming(BackendWrapper):
+    """A back-end that knows the CRC32C of its objects, as S3 and GCS do."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(self.inner.capabilities, object_crc32c=True)
+
+    def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
+        for info in self.inner.list(prefix, recursive=recursive):
+            yield info if info.is_prefix else replace(info, crc32c=crc32c(self.inner.read(info.name)))
+
+
+def test_quick_finds_changed_bytes_where_the_back_end_knows_checksums(root: Path, identity: Identity):
+    store = Store.create(Checksumming(open_backend(str(root))))
+    with store.namespace(identity, create=True) as namespace:
+        put_document(namespace, DOCUMENT)
+    assert verify(store, VerifyOptions(Level.QUICK)).num_checked == 0
+    flip(shards(root)[3], 4100)
+    report = verify(store, VerifyOptions(Level.QUICK))
+    assert [(f.kind, f.path) for f in report.findings] == [
+        (FindingKind.DAMAGED, str(shards(root)[3].relative_to(root)))
+    ]
+    assert (report.num_checked, report.num_good) == (1, NUM_CHUNKS - 1)
 
 
 def test_a_share_reads_its_own_and_all_shares_read_everything(filled: Path):
