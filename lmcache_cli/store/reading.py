@@ -84,9 +84,18 @@ def read_part(backend: Backend, wanted: Wanted, piece: Part, out: ChunkBuffer) -
                 _read_raw(handle, header, piece, out)
             else:
                 _read_encoded(handle, header, piece, out)
-            return header.file_bytes
+            return _bytes_read(header, piece)
     except (BackendError, FormatError) as problem:
         raise as_fault(path, problem) from problem
+
+
+def _bytes_read(header: ShardHeader, piece: Part) -> int:
+    """Of an encoded shard all of it, of a raw one the header and the piece."""
+    if header.meta.encoding.name != RAW:
+        return header.file_bytes
+    meta = header.meta
+    width = (meta.head_dim_k + meta.head_dim_v) * meta.dtype.itemsize
+    return header.data_start + piece.num_layers * piece.num_heads * meta.num_tokens * width
 
 
 def as_fault(path: str, problem: BackendError | FormatError) -> ReadFault:
