@@ -56,7 +56,7 @@ def read_prompt(namespace: Namespace, prompt: list[int]) -> Match:
     """Read what is stored of a prompt, and look at it."""
     match = namespace.match(prompt)
     buffers, result = namespace.load(match)
-    print(f"{result.num_tokens} of {len(prompt)} tokens read from {result.num_chunks} chunks ({result.bytes_read} bytes)")
+    print(f"{result.num_tokens} of {len(prompt)} tokens, {result.num_chunks} chunks, {result.bytes_read} bytes")
     for chunk, buffer in zip(match.chunks(), buffers, strict=False):
         keys = buffer.array(layer=1, side="k")
         start = chunk.depth * IDENTITY.chunk_tokens
