@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lmcache_cli.backends import AlreadyExists, Backend, Durability, ObjectInfo
+from lmcache_cli.backends import AlreadyExists, Backend, Durability, ObjectInfo, Obstructed
 from lmcache_format.checksums import crc32c, xxh3
 from lmcache_format.encodings import get_encoding
 from lmcache_format.names import ShardName
@@ -44,11 +44,12 @@ def slab_checksums(chunk: ChunkBuffer) -> bytes:
 def put_shard(
     backend: Backend, meta: ShardMeta, parts: list[bytes | memoryview], durability: Durability, *, replace: bool
 ) -> Entry | None:
-    """Publish a shard; None where one stands under the name already and `replace` is not asked for."""
+    """Publish a shard; None where something stands under the name already: a shard, unless `replace` is asked for, or
+    what is no object."""
     path = ShardName(meta.fingerprint, meta.key, meta.part, meta.encoding.label).path
     try:
         info = backend.put(path, parts, durability=durability, if_absent=not replace)
-    except AlreadyExists:
+    except (AlreadyExists, Obstructed):
         return None
     checksum = whole_crc32c(parts) if backend.capabilities.object_crc32c else None
     return entry_of(meta, info, checksum)
