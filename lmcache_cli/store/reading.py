@@ -7,10 +7,11 @@ checksum over it was found right, which is done block by block while the block i
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import accumulate
 
 import numpy as np
 
@@ -29,6 +30,8 @@ from lmcache_format.shard import ALIGNMENT, RAW, ShardHeader, header_bytes, pars
 from .chunk import ChunkBuffer
 
 _FIRST_READ_BYTES = 16_384
+_BATCH_BYTES = 4 << 20
+"""Decoded bytes that one thread works on at a time, beside the buffer it fills."""
 
 
 class Fault(Enum):
@@ -158,12 +161,18 @@ def verify_data(handle: ReadHandle, header: ShardHeader) -> None:
 
     Raises `ChecksumMismatch`, `EncodingError`, `ShortRead`, `Unavailable`.
     """
-    stored = _scratch("stored", header.data_bytes)
-    _read_stored(handle, header, stored)
     if header.meta.encoding.name != RAW:
-        specs = header.meta.specs
-        decoded = _scratch("decoded", sum(spec.nbytes for spec in specs))
-        _decode(header, stored, decoded)
+        for _ in _decoded(handle, header, range(len(header.tensors)), partial(_tensor_scratch, header=header)):
+            pass
+        return
+    sizes = [spec.slab_bytes for spec in header.meta.specs for _ in range(spec.num_slabs)]
+    stored = _scratch("stored", max(sizes))
+    offset = 0
+    for number, size in enumerate(sizes):
+        view = stored[:size]
+        handle.read_into(header.data_start + offset, [view])
+        _check_digest(view, header.checksums, number, offset)
+        offset += size
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,73 +260,85 @@ def _slab_positions(specs: Sequence[TensorSpec], part: Part) -> dict[tuple[int, 
 
 
 def _read_encoded(handle: ReadHandle, header: ShardHeader, piece: Part, out: ChunkBuffer) -> None:
-    stored = _scratch("stored", header.data_bytes)
-    _read_stored(handle, header, stored)
-    if piece == header.meta.part == out.part:
-        _decode(header, stored, out.memory)
+    part = header.meta.part
+    wanted = [n for n, t in enumerate(header.tensors) if piece.layer_start <= t.spec.layer < piece.layer_stop]
+    if piece == part == out.part:
+        starts = [0, *accumulate(spec.nbytes for spec in out.specs)]
+        in_place = _decoded(
+            handle, header, wanted, lambda numbers: out.memory[starts[numbers[0]] : starts[numbers[-1] + 1]]
+        )
+        for _ in in_place:
+            pass
         return
-    source = ChunkBuffer(out.identity, header.meta.part, out.num_tokens, _scratch("decoded", header_raw_bytes(header)))
-    _decode(header, stored, source.memory)
-    copy_piece(source, piece, out)
-
-
-def header_raw_bytes(header: ShardHeader) -> int:
-    """Bytes of the raw tensors behind a header."""
-    return sum(spec.nbytes for spec in header.meta.specs)
-
-
-def copy_piece(source: ChunkBuffer, piece: Part, out: ChunkBuffer) -> None:
-    """Copy the layers and heads `piece` from one buffer to another that both hold them."""
-    for spec in source.specs:
-        if not piece.layer_start <= spec.layer < piece.layer_stop:
-            continue
-        here, there = source.tensors[spec.name], out.tensors[spec.name]
-        if piece.head_start is None or source.part.head_start is None or out.part.head_start is None:
+    for spec, data in _decoded(handle, header, wanted, partial(_tensor_scratch, header=header)):
+        here = np.frombuffer(data, spec.dtype.numpy).reshape(spec.shape)
+        there = out.tensors[spec.name]
+        if piece.head_start is None or part.head_start is None or out.part.head_start is None:
             there[...] = here
             continue
-        count = piece.num_heads
-        first, to = piece.head_start - source.part.head_start, piece.head_start - out.part.head_start
-        there[to : to + count] = here[first : first + count]
+        first, to = piece.head_start - part.head_start, piece.head_start - out.part.head_start
+        there[to : to + piece.num_heads] = here[first : first + piece.num_heads]
 
 
-def _read_stored(handle: ReadHandle, header: ShardHeader, stored: memoryview) -> None:
-    """All stored bytes, each piece that has a checksum compared with it right after it was read."""
-    sizes = _stored_pieces(header)
-    offset = 0
-    for number, size in enumerate(sizes):
-        view = stored[offset : offset + size]
-        handle.read_into(header.data_start + offset, [view])
-        expected = header.checksums[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-        found = xxh3(view)
-        if found != expected:
-            raise ChecksumMismatch(
-                f"data checksum within {offset} to {offset + size}", expected=expected.hex(), found=found.hex()
-            )
-        offset += size
+def _decoded(
+    handle: ReadHandle, header: ShardHeader, wanted: Sequence[int], room: Callable[[Sequence[int]], memoryview]
+) -> Iterator[tuple[TensorSpec, memoryview]]:
+    """Read, check and decode the tensors with the numbers `wanted` (ascending, without a gap), some MiB at a time.
+
+    `room` gives the memory for a batch of them, back to back. What was read is not held: several threads at once need
+    little beyond the buffers they fill.
+    """
+    encoding = get_encoding(header.meta.encoding.name, header.meta.encoding.parameters)
+    slabs = [0, *accumulate(tensor.spec.num_slabs for tensor in header.tensors)]
+    for numbers in _batches(header, wanted):
+        tensors = [header.tensors[number] for number in numbers]
+        begin = tensors[0].begin
+        stored = _scratch("stored", tensors[-1].end - begin)[: tensors[-1].end - begin]
+        handle.read_into(header.data_start + begin, [stored])
+        pieces = [stored[tensor.begin - begin : tensor.end - begin] for tensor in tensors]
+        for number, view in zip(numbers, pieces, strict=True):
+            _check_digest(view, header.checksums, number, header.tensors[number].begin)
+        specs = [tensor.spec for tensor in tensors]
+        memory = room(numbers)
+        encoding.decode_many(pieces, specs, np.frombuffer(memory, np.uint8))
+        offset = 0
+        for number, spec in zip(numbers, specs, strict=True):
+            data = memory[offset : offset + spec.nbytes]
+            if header.decoded_checksums:
+                size = spec.slab_bytes
+                found = b"".join(xxh3(data[head * size : (head + 1) * size]) for head in range(spec.num_slabs))
+                if found != header.decoded_checksums[slabs[number] * DIGEST_BYTES : slabs[number + 1] * DIGEST_BYTES]:
+                    raise ChecksumMismatch("checksum of the decoded data", where=spec.name)
+            yield spec, data
+            offset += spec.nbytes
 
 
-def _stored_pieces(header: ShardHeader) -> list[int]:
-    if header.meta.encoding.name == RAW:
-        return [spec.slab_bytes for spec in header.meta.specs for _ in range(spec.num_slabs)]
-    return [tensor.end - tensor.begin for tensor in header.tensors]
+def _batches(header: ShardHeader, wanted: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Runs of tensors that are some MiB long when decoded, one at least."""
+    batch: list[int] = []
+    size = 0
+    for number in wanted:
+        nbytes = header.tensors[number].spec.nbytes
+        if batch and size + nbytes > _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(number)
+        size += nbytes
+    if batch:
+        yield batch
 
 
-def _decode(header: ShardHeader, stored: memoryview, out: memoryview) -> None:
-    meta = header.meta
-    encoding = get_encoding(meta.encoding.name, meta.encoding.parameters)
-    specs = meta.specs
-    pieces = [stored[tensor.begin : tensor.end] for tensor in header.tensors]
-    encoding.decode_many(pieces, specs, np.frombuffer(out, np.uint8))
-    if not header.decoded_checksums:
-        return
-    found = []
-    offset = 0
-    for spec in specs:
-        for _ in range(spec.num_slabs):
-            found.append(xxh3(out[offset : offset + spec.slab_bytes]))
-            offset += spec.slab_bytes
-    if b"".join(found) != header.decoded_checksums:
-        raise ChecksumMismatch("checksum of the decoded data")
+def _tensor_scratch(numbers: Sequence[int], header: ShardHeader) -> memoryview:
+    return _scratch("decoded", sum(header.tensors[number].spec.nbytes for number in numbers))
+
+
+def _check_digest(view: memoryview, checksums: bytes, number: int, offset: int) -> None:
+    expected = checksums[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+    found = xxh3(view)
+    if found != expected:
+        raise ChecksumMismatch(
+            f"data checksum within {offset} to {offset + len(view)}", expected=expected.hex(), found=found.hex()
+        )
 
 
 class _Scratch(threading.local):

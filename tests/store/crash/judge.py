@@ -11,6 +11,7 @@ from lmcache_cli.backends import open_backend
 from lmcache_cli.store import Namespace, NoStore, NoSuchNamespace, Store
 from lmcache_cli.store.reading import read_header, verify_data
 from lmcache_format.errors import BadName, ChecksumMismatch
+from lmcache_format.identity import Identity
 from lmcache_format.names import (
     SegmentName,
     ShardName,
@@ -31,7 +32,7 @@ def judge(workload: Workload, root: Path, returned: Sequence[int]) -> None:
     _check_staging(root)
 
 
-def check_files(root: Path, *, may_be_damaged: bool = False) -> None:
+def check_files(root: Path, identity: Identity = IDENTITY, *, may_be_damaged: bool = False) -> None:
     """Every file has the name of something and is that, whole and sound."""
     backend = open_backend(str(root))
     for info in list(backend.list("")):
@@ -40,7 +41,7 @@ def check_files(root: Path, *, may_be_damaged: bool = False) -> None:
             continue
         for check in (_check_shard, _check_segment, _check_identity, _check_superblock):
             try:
-                check(root, name)
+                check(root, name, identity)
                 break
             except BadName:
                 continue
@@ -52,8 +53,8 @@ def check_files(root: Path, *, may_be_damaged: bool = False) -> None:
     backend.close()
 
 
-def _check_shard(root: Path, name: str) -> None:
-    ShardName.parse(name)
+def _check_shard(root: Path, name: str, identity: Identity) -> None:
+    assert ShardName.parse(name).fingerprint == identity.fingerprint
     backend = open_backend(str(root))
     with backend.open_read(name) as handle:
         header = read_header(handle)
@@ -62,16 +63,17 @@ def _check_shard(root: Path, name: str) -> None:
     backend.close()
 
 
-def _check_segment(root: Path, name: str) -> None:
-    decode_segment((root / name).read_bytes(), SegmentName.parse(name).fingerprint)
+def _check_segment(root: Path, name: str, identity: Identity) -> None:
+    assert SegmentName.parse(name).fingerprint == identity.fingerprint
+    decode_segment((root / name).read_bytes(), identity.fingerprint)
 
 
-def _check_identity(root: Path, name: str) -> None:
-    assert parse_identity_path(name) == IDENTITY.fingerprint
-    assert (root / name).read_bytes() == IDENTITY.canonical_json()
+def _check_identity(root: Path, name: str, identity: Identity) -> None:
+    assert parse_identity_path(name) == identity.fingerprint
+    assert (root / name).read_bytes() == identity.canonical_json()
 
 
-def _check_superblock(root: Path, name: str) -> None:
+def _check_superblock(root: Path, name: str, identity: Identity) -> None:
     assert parse_superblock_path(name) == 1
     Store.open(str(root)).close()
 
