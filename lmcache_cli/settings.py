@@ -127,6 +127,11 @@ def debug_requested(arguments: Sequence[str]) -> bool:
     return "--debug" in arguments or os.environ.get("LMCACHE_DEBUG", "").lower() in _TRUE
 
 
+def search_path() -> str | None:
+    """Where commands are searched for; None where nothing says."""
+    return os.environ.get("PATH")
+
+
 def misspelt_variables() -> dict[str, str]:
     """Variables in the environment that look like ours but are none, with the nearest name that is."""
     known = [setting.variable for setting in _SETTINGS]
