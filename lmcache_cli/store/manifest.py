@@ -123,11 +123,11 @@ class Manifest:
         """
         gone_soon = self._present & set(self._superseded)  # named again, or who reads only this one would take them in
         superseded = tuple(sorted(self._live | gone_soon))
-        segment = segment_of_state(self._fingerprint, state, writer, _wall_ms(), superseded)
+        segment = segment_of_state(self._fingerprint, state, writer, _wall_ms(), superseded, grace_ms=grace_ms)
         data = encode_segment(segment)
         name = SegmentName(self._fingerprint, new_ulid(_wall_ms()), writer)
         self._put(name, data, durability)
-        if self._backend.read(name.path) != data:
+        if self._fetch(name.path) != data:
             raise StoreError(f"{name.path} came back otherwise than it was written", next_step="check the device")
         self._seen.add(name.file_name)
         self._live = {name.file_name}
@@ -209,12 +209,19 @@ class Manifest:
 
     def _read(self, name: SegmentName) -> Segment | None:
         try:
-            return decode_segment(self._backend.read(name.path), self._fingerprint)
+            return decode_segment(self._fetch(name.path), self._fingerprint)
         except UnsupportedVersion as problem:
             self._events.problem(Event.SEGMENT_TOO_NEW, name.path, problem)
         except (FormatError, Obstructed) as problem:
             self._events.problem(Event.SEGMENT_DAMAGED, name.path, problem)
         return None
+
+    def _fetch(self, path: str) -> bytearray:
+        """All bytes of an object, held once: segments can be large."""
+        with self._backend.open_read(path) as handle:
+            content = bytearray(handle.size)
+            handle.read_into(0, [memoryview(content)])
+        return content
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,12 +260,13 @@ def segment_of_state(
     created_ms: int,
     supersedes: Sequence[str],
     *,
+    grace_ms: int = DEFAULT_GRACE_MS,
     keep_all_touches: bool = False,
 ) -> Segment:
-    """A whole state as one segment. Removes that were swept more than a day ago, and touches of chunks that are gone
-    (or not heard of so far, hence `keep_all_touches`), are left out."""
+    """A whole state as one segment. Removes that were swept, and are older than a day and than twice the grace time,
+    and touches of chunks that are gone (or not heard of so far, hence `keep_all_touches`), are left out."""
     removes = state.removes
-    forget_before = max(0, created_ms - DAY_MS)
+    forget_before = max(0, created_ms - max(DAY_MS, 2 * grace_ms))
     done = ((removes["flags"] & RemoveFlags.SWEPT) != 0) & (removes["marked_ms"] < forget_before)
     touches = state.touches
     if not keep_all_touches:

@@ -191,11 +191,16 @@ class Store:
         """Put `ns.json` in place; a damaged one is replaced, since its right content is known."""
         path, data = identity_path(identity.fingerprint), identity.canonical_json()
         try:
-            self.backend.put(path, [data], durability=Durability.FULL)
-        except AlreadyExists:
-            if self.backend.read(path) != data:
-                self.events.problem(Event.READ_DAMAGED, path, "identity does not hash to its own name; written again")
-                self.backend.put(path, [data], durability=Durability.FULL, if_absent=False)
+            found = self.backend.read(path)
+        except NotFound:
+            try:
+                self.backend.put(path, [data], durability=Durability.FULL)
+            except AlreadyExists:
+                pass  # by another writer of the same bytes
+            return
+        if found != data:
+            self.events.problem(Event.READ_DAMAGED, path, "identity does not hash to its own name; written again")
+            self.backend.put(path, [data], durability=Durability.FULL, if_absent=False)
 
 
 def _generations(backend: Backend) -> list[int]:

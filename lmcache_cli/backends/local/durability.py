@@ -5,9 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from lmcache_cli.backends.local.root import Root, split
 from lmcache_cli.backends.local.syscalls import SystemCalls
+
+SYNC_THREADS = 16
+"""Every fsync waits for a flush of the device; those that wait together share one."""
 
 _NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
@@ -52,8 +56,13 @@ class NameSync:
                 while directory not in self._anchored and directory not in path_steps:
                     path_steps.add(directory)
                     directory, _ = split(directory)
-        for directory in sorted(directories | {split(step)[0] for step in path_steps}):
-            self._sync_one(directory)
+        targets = sorted(directories | {split(step)[0] for step in path_steps})
+        if len(targets) <= 2:
+            for directory in targets:
+                self._sync_one(directory)
+        else:
+            with ThreadPoolExecutor(min(len(targets), SYNC_THREADS), thread_name_prefix="lmcache-sync") as pool:
+                list(pool.map(self._sync_one, targets))
         with self._lock:
             self._anchored |= path_steps
 
