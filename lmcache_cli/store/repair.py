@@ -38,7 +38,8 @@ from .survey import Level, Survey, Surveyed
 from .verify import Advance
 from .writing import entry_of
 
-_ADOPTED_AT_ONCE = 4096
+_BATCH = 4096
+_LISTED_DROPS = 10_000
 _FEW_MISSING = 16
 
 
@@ -76,16 +77,49 @@ class RepairOptions:
     threads: int = 2
 
 
+class IndexChanges:
+    """Entries to add to and to remove from an index, turned into arrays batch by batch: a tenth of the memory."""
+
+    def __init__(self, fingerprint: Fingerprint) -> None:
+        self.segments: list[Segment] = []
+        self.num_added = 0
+        self.added_bytes = 0
+        self.num_dropped = 0
+        self._fingerprint = fingerprint
+        self._now_ms = _wall_ms()
+        self._pending = Pending()
+
+    def add(self, entry: Entry) -> None:
+        """List a shard that is there."""
+        self.num_added += 1
+        self.added_bytes += entry.size_bytes
+        self._pending.adds.append(entry)
+        self._batch(at_least=_BATCH)
+
+    def remove(self, entry: Entry, reason: RemoveReason, *, is_dropped: bool = True) -> None:
+        """Take a write out whose bytes are not under its name; `is_dropped` False where it is counted otherwise."""
+        self.num_dropped += is_dropped
+        self._pending.removes.append(Remove(entry, reason, self._now_ms, is_swept=True))
+        self._batch(at_least=_BATCH)
+
+    def close(self) -> list[Segment]:
+        """All changes so far."""
+        self._batch(at_least=1)
+        return self.segments
+
+    def _batch(self, at_least: int) -> None:
+        if len(self._pending.adds) + len(self._pending.removes) >= at_least:
+            self.segments.append(segment_of_pending(self._fingerprint, self._pending, "", self._now_ms))
+            self._pending = Pending()
+
+
 @dataclass(slots=True)
 class NamespacePlan:
     """What is to be done in one namespace."""
 
     found: FoundIdentity
     index: Index
-    adopted: list[Segment] = field(default_factory=list)
-    num_adopted: int = 0
-    adopted_bytes: int = 0
-    removes: list[Remove] = field(default_factory=list)
+    changes: IndexChanges
     corrected_rows: list[int] = field(default_factory=list)
     condemned: list[tuple[ShardName, Entry | None]] = field(default_factory=list)
     segments: list[SegmentProblem] = field(default_factory=list)
@@ -95,7 +129,7 @@ class NamespacePlan:
     @property
     def changes_index(self) -> bool:
         """True where a segment is to be written."""
-        return bool(self.adopted or self.removes or self.corrected_rows or self.is_rewritten)
+        return bool(self.changes.close() or self.corrected_rows or self.is_rewritten)
 
 
 @dataclass(slots=True)
@@ -151,7 +185,8 @@ def plan_repair(store: Store, options: RepairOptions = RepairOptions(), advance:
         if found.identity is None:
             reason = f"{found.problem}; {IDENTITY_ADVICE}"
             plan.actions.append(Action(ActionKind.ADVISE, identity_path(fingerprint), reason, fingerprint))
-        made = NamespacePlan(found, Index(store.backend, fingerprint), is_rewritten=options.deep)
+        index = Index(store.backend, fingerprint)
+        made = NamespacePlan(found, index, IndexChanges(fingerprint), is_rewritten=options.deep)
         plan.actions += _planned(store.backend, made, options, advance)
         plan.namespaces.append(made)
         plan.num_unchecked += made.num_unchecked
@@ -196,25 +231,23 @@ def _planned(backend: Backend, plan: NamespacePlan, options: RepairOptions, adva
     index, fingerprint = plan.index, plan.found.fingerprint
     level = Level.HEADERS if options.deep else Level.QUICK
     survey = Survey(backend, index, plan.found.identity, level, threads=options.threads)
-    adopting = Pending()
-    now_ms = _wall_ms()
     agreeing = 0
     for one in survey.shards():
-        yield from _judged(plan, one, adopting, now_ms)
-        if len(adopting.adds) >= _ADOPTED_AT_ONCE:
-            _adopt(plan, adopting, now_ms)
+        yield from _judged(plan, one)
         advance(1 + survey.num_agreeing - agreeing, one.info.size_bytes)
         agreeing = survey.num_agreeing
-    _adopt(plan, adopting, now_ms)
-    yield from _planned_missing(plan, survey, options, now_ms)
-    if plan.num_adopted:
+    yield from _planned_missing(plan, survey, options)
+    num_adopted = plan.changes.num_added - len(plan.corrected_rows)
+    if num_adopted:
         reason = "sound, but not in the index"
-        yield Action(ActionKind.ADOPT, f"ns/{fingerprint}/c", reason, fingerprint, plan.num_adopted, plan.adopted_bytes)
+        yield Action(
+            ActionKind.ADOPT, f"ns/{fingerprint}/c", reason, fingerprint, num_adopted, plan.changes.added_bytes
+        )
     plan.segments = [problem for problem in index.problems if not problem.is_newer]
     for problem in index.problems:
         kind = ActionKind.ADVISE if problem.is_newer else ActionKind.QUARANTINE
         yield Action(kind, problem.path, problem.reason, fingerprint)
-    if options.deep and (len(index.state) or plan.adopted):
+    if options.deep and (len(index.state) or num_adopted):
         yield Action(
             ActionKind.REWRITE, f"ns/{fingerprint}/m", "the index, from the headers of all shards", fingerprint
         )
@@ -222,7 +255,7 @@ def _planned(backend: Backend, plan: NamespacePlan, options: RepairOptions, adva
         plan.is_rewritten = False
 
 
-def _judged(plan: NamespacePlan, one: Surveyed, adopting: Pending, now_ms: int) -> Iterator[Action]:
+def _judged(plan: NamespacePlan, one: Surveyed) -> Iterator[Action]:
     """What to do about one shard that was looked at."""
     checked, fingerprint, path = one.checked, one.name.fingerprint, one.name.path
     match checked.health:
@@ -232,11 +265,11 @@ def _judged(plan: NamespacePlan, one: Surveyed, adopting: Pending, now_ms: int) 
             plan.condemned.append((one.name, one.entry))
             yield Action(ActionKind.QUARANTINE, path, checked.reason, fingerprint, size_bytes=one.info.size_bytes)
         case Health.FOREIGN if one.entry is not None:
-            plan.removes.append(Remove(one.entry, RemoveReason.DAMAGED, now_ms, is_swept=True))
+            plan.changes.remove(one.entry, RemoveReason.DAMAGED)
             reason = f"another file stands in its place, and is left there: {checked.reason}"
             yield Action(ActionKind.DROP, path, reason, fingerprint)
         case Health.GONE if one.entry is not None:
-            plan.removes.append(Remove(one.entry, RemoveReason.MISSING, now_ms, is_swept=True))
+            plan.changes.remove(one.entry, RemoveReason.MISSING)
             yield Action(ActionKind.DROP, path, "in the index, not in the store", fingerprint)
         case Health.SOUND | Health.NEWER if checked.header is not None:
             meta = checked.header.meta
@@ -244,27 +277,17 @@ def _judged(plan: NamespacePlan, one: Surveyed, adopting: Pending, now_ms: int) 
             if one.entry is None or (one.is_other_write and not plan.index.lists(meta.nonce)):
                 if plan.index.is_removed(meta.nonce):
                     return
-                adopting.adds.append(entry)
+                plan.changes.add(entry)
                 if one.entry is not None:
-                    plan.removes.append(Remove(one.entry, RemoveReason.REPLACED, now_ms, is_swept=True))
+                    plan.changes.remove(one.entry, RemoveReason.REPLACED, is_dropped=False)
             elif not one.is_other_write and (reason := contradicts_index(checked.header, one.entry, one.info.crc32c)):
                 if one.row != ABSENT_ROW:
                     plan.corrected_rows.append(one.row)
-                adopting.adds.append(entry)
+                plan.changes.add(entry)
                 yield Action(ActionKind.CORRECT, path, reason, fingerprint)
 
 
-def _adopt(plan: NamespacePlan, adopting: Pending, now_ms: int) -> None:
-    """Turn a batch of entries into arrays, which take a tenth of the memory."""
-    if not adopting.adds:
-        return
-    plan.num_adopted += len(adopting.adds)
-    plan.adopted_bytes += sum(entry.size_bytes for entry in adopting.adds)
-    plan.adopted.append(segment_of_pending(plan.found.fingerprint, adopting, "", now_ms))
-    adopting.adds = []
-
-
-def _planned_missing(plan: NamespacePlan, survey: Survey, options: RepairOptions, now_ms: int) -> Iterator[Action]:
+def _planned_missing(plan: NamespacePlan, survey: Survey, options: RepairOptions) -> Iterator[Action]:
     fingerprint, state = plan.found.fingerprint, plan.index.state
     unlisted = survey.unlisted()
     if unlisted.left_out:
@@ -279,11 +302,19 @@ def _planned_missing(plan: NamespacePlan, survey: Survey, options: RepairOptions
             f"{len(unlisted.missing)} of the {len(state)} shards of {fingerprint} are not in the listing",
             next_step="nothing was changed; if they are gone for good, say so with --accept-missing",
         )
-    for row in unlisted.missing:
+    reason = "in the index, not in the store"
+    unnamed_bytes = 0
+    for number, row in enumerate(unlisted.missing):
         entry = state.entry(row)
-        plan.removes.append(Remove(entry, RemoveReason.MISSING, now_ms, is_swept=True))
-        path = shown_path(fingerprint, entry)
-        yield Action(ActionKind.DROP, path, "in the index, not in the store", fingerprint, size_bytes=entry.size_bytes)
+        plan.changes.remove(entry, RemoveReason.MISSING)
+        if number < _LISTED_DROPS:
+            path = shown_path(fingerprint, entry)
+            yield Action(ActionKind.DROP, path, reason, fingerprint, size_bytes=entry.size_bytes)
+        else:
+            unnamed_bytes += entry.size_bytes
+    if len(unlisted.missing) > _LISTED_DROPS:
+        count = len(unlisted.missing) - _LISTED_DROPS
+        yield Action(ActionKind.DROP, f"ns/{fingerprint}/c", reason, fingerprint, count, unnamed_bytes)
     for row, name in unlisted.obstructed:
         plan.condemned.append((name, state.entry(row)))
         yield Action(ActionKind.QUARANTINE, name.path, "a directory stands in its place", fingerprint)
@@ -293,31 +324,30 @@ def _planned_missing(plan: NamespacePlan, survey: Survey, options: RepairOptions
 
 
 def _apply(backend: Backend, plan: NamespacePlan, result: RepairResult) -> None:
-    removes = [*plan.removes, *_condemn(backend, plan, result)]
+    for entry in _condemn(backend, plan, result):
+        plan.changes.remove(entry, RemoveReason.DAMAGED, is_dropped=False)
     for problem in plan.segments:
         to = f"{QUARANTINE}/{plan.found.fingerprint}.{problem.path.rpartition('/')[2]}"
         _set_aside(backend, problem.path, to, result)
-    if not (plan.changes_index or removes):
+    if not plan.changes_index:
         return
-    writer = new_writer_id()
-    removing = segment_of_pending(plan.found.fingerprint, Pending(removes=removes), writer, _wall_ms())
     plan.index.refresh()
     state = _without(plan.index.state, plan.corrected_rows)
-    state = combine(state, plan.found.fingerprint, [*plan.index.late_segments, *plan.adopted, removing])
-    plan.index.manifest.compact(state, writer, Durability.FULL, STAGING_GRACE_MS)
-    result.num_adopted += plan.num_adopted - len(plan.corrected_rows)
+    state = combine(state, plan.found.fingerprint, [*plan.index.late_segments, *plan.changes.close()])
+    plan.index.manifest.compact(state, new_writer_id(), Durability.FULL, STAGING_GRACE_MS)
+    result.num_adopted += plan.changes.num_added - len(plan.corrected_rows)
     result.num_corrected += len(plan.corrected_rows)
-    result.num_dropped += len(plan.removes)
+    result.num_dropped += plan.changes.num_dropped
     result.num_rewritten += plan.is_rewritten
 
 
-def _condemn(backend: Backend, plan: NamespacePlan, result: RepairResult) -> Iterator[Remove]:
-    """Move what was found damaged out of the way, unless a writer replaced it meanwhile."""
+def _condemn(backend: Backend, plan: NamespacePlan, result: RepairResult) -> Iterator[Entry]:
+    """Move what was found damaged out of the way, unless a writer replaced it meanwhile; what the index had of it."""
     for name, entry in plan.condemned:
         if check_shard(backend, name, plan.found.identity, with_data=False).health in (Health.SOUND, Health.GONE):
             continue
         if _set_aside(backend, name.path, name.quarantine_path, result) and entry is not None:
-            yield Remove(entry, RemoveReason.DAMAGED, _wall_ms(), is_swept=True)
+            yield entry
 
 
 def _set_aside(backend: Backend, path: str, to: str, result: RepairResult) -> bool:
