@@ -127,7 +127,7 @@ class Manifest:
         data = encode_segment(segment)
         name = SegmentName(self._fingerprint, new_ulid(_wall_ms()), writer)
         self._put(name, data, durability)
-        if self._fetch(name.path) != data:
+        if self._backend.read(name.path) != data:
             raise StoreError(f"{name.path} came back otherwise than it was written", next_step="check the device")
         self._seen.add(name.file_name)
         self._live = {name.file_name}
@@ -209,19 +209,12 @@ class Manifest:
 
     def _read(self, name: SegmentName) -> Segment | None:
         try:
-            return decode_segment(self._fetch(name.path), self._fingerprint)
+            return decode_segment(self._backend.read(name.path), self._fingerprint)
         except UnsupportedVersion as problem:
             self._events.problem(Event.SEGMENT_TOO_NEW, name.path, problem)
         except (FormatError, Obstructed) as problem:
             self._events.problem(Event.SEGMENT_DAMAGED, name.path, problem)
         return None
-
-    def _fetch(self, path: str) -> bytearray:
-        """All bytes of an object, held once: segments can be large."""
-        with self._backend.open_read(path) as handle:
-            content = bytearray(handle.size)
-            handle.read_into(0, [memoryview(content)])
-        return content
 
 
 @dataclass(frozen=True, slots=True)
