@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -292,6 +293,10 @@ class Namespace:
             return self._read_chunk(chunk, out)
         except ReadFault as fault:
             return fault
+        except (Exception, CancelledError) as problem:  # noqa: BLE001  the serving path: any doubt is a miss
+            path = self._path(chunk.key)
+            self.events.problem(Event.READ_UNAVAILABLE, path, problem)
+            return ReadFault(Fault.UNAVAILABLE, path, f"{type(problem).__name__}: {problem}")
 
     def _read_chunk(self, chunk: ChunkRef, out: ChunkBuffer) -> int:
         """One chunk from whatever shards hold it; a faulty shard is dealt with and the others are tried."""
