@@ -16,9 +16,25 @@ from lmcache_cli.store import Namespace, Store
 from lmcache_cli.store.events import Event
 from lmcache_cli.store.namespace import BackendUnsettled
 from lmcache_format.identity import Identity
-from tests.store.pattern import document, hit, put_document, read_match, refs
+from tests.store.pattern import document, hit, put_document, read_match, refs, tiny_identity
 
 TOKENS = document(40, 9)  # ten chunks
+
+
+@pytest.fixture
+def identity() -> Identity:
+    return tiny_identity()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(root: Path) -> Iterator[Store]:
+    with Store.create(str(root)) as made:
+        yield made
 
 
 @pytest.fixture
@@ -137,6 +153,7 @@ def test_a_store_answers_after_its_directory_was_moved(
         assert hit(namespace, TOKENS) == 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_writing", [False, True], ids=["deleting", "deleting and writing"])
 def test_five_hundred_reads_while_a_thread_deletes(
     store: Store, root: Path, identity: Identity, is_writing: bool
@@ -190,19 +207,3 @@ def test_five_hundred_reads_while_a_thread_deletes(
                 break
         assert hit(namespace, TOKENS) == 40
         assert store.events[Event.READ_DAMAGED] == store.events[Event.QUARANTINED] == 0
-
-
-def test_an_open_chunk_is_read_to_its_end_although_its_file_is_replaced(
-    filled: Namespace, store: Store, root: Path, identity: Identity
-) -> None:
-    """C43: new content comes under the name by rename, so a reader has the old file or the new one."""
-    path = shards(root, identity)[0]
-    old = path.read_bytes()
-    with store.backend.open_read(str(path.relative_to(root))) as handle:
-        path.with_name("new").write_bytes(bytes(len(old)))
-        path.with_name("new").rename(path)
-        content = bytearray(len(old))
-        handle.read_into(0, [memoryview(content)])
-        assert content == old
-    path.write_bytes(old)
-    assert hit(filled, TOKENS) == 40
