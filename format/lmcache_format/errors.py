@@ -17,7 +17,6 @@
 
 from __future__ import annotations
 
-
 MAX_SHOWN = 400
 
 

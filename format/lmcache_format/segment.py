@@ -105,6 +105,18 @@ class Label:
     depth: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """The wish to keep the chunk `key` (first 16 bytes) and all before it until `expires_ms`; None for good.
+
+    Of several pins of one key the one made last counts; a pin that is over when it is made takes an earlier one back.
+    """
+
+    key: bytes
+    expires_ms: int | None
+    created_ms: int
+
+
 def _empty(dtype: np.dtype[Any]) -> Any:
     return np.empty(0, dtype)
 
@@ -126,6 +138,7 @@ class Segment:
     touches: Records = field(default_factory=lambda: _empty(TOUCH_DTYPE))
     supersedes: tuple[str, ...] = ()
     labels: tuple[Label, ...] = ()
+    pins: tuple[Pin, ...] = ()
 
 
 def key_number(key: bytes, start: int = 0) -> int:
@@ -153,6 +166,8 @@ def encode_segment(segment: Segment) -> bytes:
         (b"SUPR", 0, dump_canonical(list(segment.supersedes), error=SegmentError), len(segment.supersedes)),
         (b"LABL", 0, _dump_labels(segment.labels), len(segment.labels)),
     ]
+    if segment.pins:
+        sections.append((b"PINS", 0, _dump_pins(segment.pins), len(segment.pins)))
     return _assemble(bytes.fromhex(segment.fingerprint), segment.created_ms, sections)
 
 
@@ -181,6 +196,7 @@ def decode_segment(data: Buffer, fingerprint: Fingerprint | None = None) -> Segm
         touches=_records(sections, b"TOUC", TOUCH_DTYPE),
         supersedes=_load_supersedes(sections.get(b"SUPR")),
         labels=_load_labels(sections.get(b"LABL")),
+        pins=_load_pins(sections.get(b"PINS")),
     )
     _check_records(segment)
     return segment
@@ -244,7 +260,7 @@ def _dissect(view: memoryview) -> tuple[bytes, int, dict[bytes, tuple[memoryview
     return fingerprint, created_ms, sections
 
 
-_SECTIONS = frozenset((b"KEYS", b"ADDS", b"RMVS", b"TOUC", b"NAME", b"SUPR", b"LABL"))
+_SECTIONS = frozenset((b"KEYS", b"ADDS", b"RMVS", b"TOUC", b"NAME", b"SUPR", b"LABL", b"PINS"))
 
 
 def _records(sections: dict[bytes, tuple[memoryview, int]], name: bytes, dtype: np.dtype[Any]) -> Any:
@@ -305,6 +321,27 @@ def _load_labels(section: tuple[memoryview, int] | None) -> tuple[Label, ...]:
         raise SegmentError("LABL section is of the wrong form", found=problem) from None
     _check_count(section, len(labels), "LABL")
     return tuple(labels)
+
+
+def _dump_pins(pins: Sequence[Pin]) -> bytes:
+    return dump_canonical([[pin.key.hex(), pin.expires_ms, pin.created_ms] for pin in pins], error=SegmentError)
+
+
+def _load_pins(section: tuple[memoryview, int] | None) -> tuple[Pin, ...]:
+    rows = _json_section(section, [])
+    pins = []
+    try:
+        for key, expires_ms, created_ms in rows:
+            is_sound = _is_count(created_ms) and (expires_ms is None or _is_count(expires_ms))
+            if not _LABEL_KEY.fullmatch(key) or not is_sound:
+                raise SegmentError("pin has a field of the wrong form", found=str(key)[:80])
+            pins.append(Pin(bytes.fromhex(key), expires_ms, created_ms))
+    except (TypeError, ValueError) as problem:
+        if isinstance(problem, SegmentError):
+            raise
+        raise SegmentError("PINS section is of the wrong form", found=problem) from None
+    _check_count(section, len(pins), "PINS")
+    return tuple(pins)
 
 
 def _is_count(value: object) -> bool:

@@ -31,6 +31,7 @@ from lmcache_format.segment import (
     TOUCH_DTYPE,
     AddFlags,
     Label,
+    Pin,
     Records,
     RemoveFlags,
     RemoveReason,
@@ -70,9 +71,10 @@ class Pending:
     removes: list[Remove] = field(default_factory=list)
     touches: dict[int, tuple[int, int]] = field(default_factory=dict)
     labels: list[Label] = field(default_factory=list)
+    pins: list[Pin] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.adds or self.removes or self.touches or self.labels)
+        return bool(self.adds or self.removes or self.touches or self.labels or self.pins)
 
 
 class Manifest:
@@ -243,6 +245,7 @@ def segment_of_pending(fingerprint: Fingerprint, pending: Pending, writer: str, 
         removes=_remove_records(pending.removes, parts, encodings, versions),
         touches=touches,
         labels=tuple(pending.labels),
+        pins=tuple(pending.pins),
     )
 
 
@@ -282,6 +285,7 @@ def segment_of_state(
         touches=touches,
         supersedes=tuple(supersedes),
         labels=state.labels,
+        pins=state.pins,
     )
 
 

@@ -42,7 +42,7 @@ from lmcache_format.keys import (
     token_words,
 )
 from lmcache_format.names import ShardName, chunk_directory, new_nonce, new_writer_id
-from lmcache_format.segment import Label, RemoveReason, Segment, encode_segment, key_number
+from lmcache_format.segment import Label, Pin, RemoveReason, Segment, encode_segment, key_number
 from lmcache_format.shard import RAW, EncodingInfo, ShardHeader, ShardMeta
 
 from .chunk import ChunkBuffer
@@ -532,6 +532,16 @@ class Namespace:
         with self._lock:
             self._buffer(labels=pending.labels)
 
+    def pin(self, key: ChunkKey, expires_ms: int | None = None) -> None:
+        """Keep a chunk and all before it from being pruned until `expires_ms` (Unix time; None: for good)."""
+        with self._lock:
+            self._buffer(pins=[Pin(key[:16], expires_ms, _wall_ms())])
+
+    def unpin(self, key: ChunkKey) -> None:
+        """Take a pin back."""
+        with self._lock:
+            self._buffer(pins=[Pin(key[:16], 0, _wall_ms())])
+
     def remove(self, entry: Entry, reason: RemoveReason, version: str | None = None) -> None:
         """Take one shard out of the index. The object is left where it is, for a sweep to delete."""
         with self._lock:
@@ -712,13 +722,19 @@ class Namespace:
     # ---- pending ----------------------------------------------------------------------------------------------
 
     def _buffer(
-        self, *, adds: Sequence[Entry] = (), removes: Sequence[Remove] = (), labels: Sequence[Label] = ()
+        self,
+        *,
+        adds: Sequence[Entry] = (),
+        removes: Sequence[Remove] = (),
+        labels: Sequence[Label] = (),
+        pins: Sequence[Pin] = (),
     ) -> None:
         if not self._pending:
             self._pending_since = self._clock()
         self._pending.adds += adds
         self._pending.removes += removes
         self._pending.labels += labels
+        self._pending.pins += pins
 
     def _touch(self, chunks: Sequence[ChunkRef]) -> None:
         with self._lock:

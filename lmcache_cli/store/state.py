@@ -21,6 +21,7 @@ from lmcache_format.segment import (
     TOUCH_DTYPE,
     AddFlags,
     Label,
+    Pin,
     Records,
     Segment,
     key_number,
@@ -65,6 +66,7 @@ class State:
     remove_encodings: tuple[str, ...]
     touches: Records
     labels: tuple[Label, ...]
+    pins: tuple[Pin, ...] = ()
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -127,6 +129,7 @@ def merge(segments: Iterable[Segment]) -> State:
         remove_encodings=tuple(encodings.names),
         touches=merge_touches([segment.touches for segment in live]),
         labels=_merge_labels(live),
+        pins=_merge_pins(live),
     )
 
 
@@ -260,6 +263,21 @@ def _merge_labels(segments: Sequence[Segment]) -> tuple[Label, ...]:
             if known is None or _age(known) < _age(label):
                 labels[(label.name, label.key)] = label
     return tuple(labels[key] for key in sorted(labels))
+
+
+def _merge_pins(segments: Sequence[Segment]) -> tuple[Pin, ...]:
+    """One pin a key: the one made last, of those the one that holds longest."""
+    pins: dict[bytes, Pin] = {}
+    for segment in segments:
+        for pin in segment.pins:
+            known = pins.get(pin.key)
+            if known is None or _pin_age(known) < _pin_age(pin):
+                pins[pin.key] = pin
+    return tuple(pins[key] for key in sorted(pins))
+
+
+def _pin_age(pin: Pin) -> tuple[int, float]:
+    return pin.created_ms, float("inf") if pin.expires_ms is None else pin.expires_ms
 
 
 def _age(label: Label) -> tuple[int, int, int]:

@@ -295,7 +295,7 @@ class Fuzzer:
             self.random.shuffle(sections)
         elif sections:
             name, flags, content, records = sections[at]
-            is_text = name in (b"NAME", b"SUPR", b"LABL")
+            is_text = name in (b"NAME", b"SUPR", b"LABL", b"PINS")
             content = self.text(content) if is_text and self.random.random() < 0.8 else self.bytes(content)
             records = self.random.choice(NUMBERS) if self.random.random() < 0.1 else records
             if not is_text and self.random.random() < 0.8:
