@@ -1,0 +1,94 @@
+"""C28: buffers that are used again while a write or a read is still on its way."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from lmcache_cli.backends.fault import Fault, FaultBackend, FaultScript, Hold
+from lmcache_cli.backends.local import LocalBackend
+from lmcache_cli.store import ChunkBuffer, Namespace, Store, WriterOptions
+from lmcache_format.geometry import whole_part
+from tests.store.pattern import document, hit, pattern, put_chunk, refs, small_buffer, tiny_identity, wrong_elements
+
+IDENTITY = tiny_identity()
+PROMPTS = [document(4, seed) for seed in range(40)]
+INTERLEAVINGS = 1_000
+THREADS = 4
+POISON = 0xDB
+
+
+def poison(buffer: ChunkBuffer) -> None:
+    buffer.memory[:] = bytes([POISON]) * buffer.size_bytes
+
+
+def test_a_key_is_invisible_until_its_write_is_complete(tmp_path: Path) -> None:
+    Store.create(str(tmp_path / "s")).close()
+    hold = Hold(threading.Event(), threading.Event())
+    script = FaultScript(Fault("put", hold, name=".safetensors"))
+    with Store.open(FaultBackend(LocalBackend(tmp_path / "s"), script)) as store:
+        with store.namespace(IDENTITY, create=True) as namespace:
+            (ref,) = refs(IDENTITY, PROMPTS[0])
+            writer = threading.Thread(target=put_chunk, args=(namespace, ref, PROMPTS[0]))
+            writer.start()
+            assert hold.reached.wait(30)
+            assert namespace.match(PROMPTS[0]).num_tokens == 0
+            with Namespace(LocalBackend(tmp_path / "s"), IDENTITY) as other:
+                assert other.match(PROMPTS[0]).num_tokens == 0
+                hold.go_on.set()
+                writer.join(30)
+                assert hit(other, PROMPTS[0]) == 4
+            assert hit(namespace, PROMPTS[0]) == 4
+
+
+class Pool:
+    """Four buffers for everybody: whoever gives one back poisons it, as the next user would."""
+
+    def __init__(self) -> None:
+        self.free: queue.Queue[ChunkBuffer] = queue.Queue()
+        for _ in range(4):
+            self.free.put(small_buffer(IDENTITY, whole_part(IDENTITY), 4))
+
+
+def interleave(namespace: Namespace, pool: Pool, seed: int, problems: list[BaseException]) -> None:
+    chance = random.Random(seed)
+    try:
+        for _ in range(INTERLEAVINGS // THREADS):
+            tokens = chance.choice(PROMPTS)
+            (ref,) = refs(IDENTITY, tokens)
+            buffer = pool.free.get(timeout=30)
+            if chance.random() < 0.5:
+                buffer.fill(pattern(IDENTITY, whole_part(IDENTITY), tokens, 0))
+                namespace.put(buffer, key=ref.key, parent=ref.parent, depth=0)
+            else:
+                result = namespace.read([ref], [buffer])
+                if result.num_chunks:
+                    assert wrong_elements(IDENTITY, buffer, tokens, 0) == 0
+            poison(buffer)
+            pool.free.put(buffer)
+    except BaseException as problem:
+        problems.append(problem)
+
+
+@pytest.mark.parametrize("encoding", ["raw", "bfx"])
+def test_a_thousand_interleavings_over_four_buffers(tmp_path: Path, encoding: str) -> None:
+    problems: list[BaseException] = []
+    pool = Pool()
+    with Store.create(str(tmp_path / "s")) as store:
+        options = WriterOptions(encoding=encoding)
+        with store.namespace(IDENTITY, create=True, writer=options) as namespace:
+            threads = [
+                threading.Thread(target=interleave, args=(namespace, pool, seed, problems)) for seed in range(THREADS)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(120)
+            assert not problems
+            written = [tokens for tokens in PROMPTS if hit(namespace, tokens) == 4]
+            assert len(written) > 30
+        assert pool.free.qsize() == 4
