@@ -5,9 +5,12 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 from lmcache_cli.backends import Backend
 from lmcache_cli.backends.fault import Fail, Fault, FaultBackend, FaultScript, faulty_calls, unavailable
@@ -16,12 +19,22 @@ from lmcache_cli.backends.local import syscalls as local_syscalls
 from lmcache_cli.backends.local.syscalls import SystemCalls
 from lmcache_cli.backends.memory import MemoryBackend
 from lmcache_cli.backends.metered import MeteredBackend
+from lmcache_cli.backends.other import OtherBackend, open_url
 from lmcache_cli.backends.retry import RetryBackend, RetryPolicy
 from tests.backends.contract import BackendContract
 
 
 def os_error(code: int) -> OSError:
     return OSError(code, os.strerror(code))
+
+
+class FailingFiles(LocalFileSystem):
+    """A file system whose server does not answer."""
+
+    def _fail(self, *_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "injected")
+
+    info = ls = pipe_file = makedirs = rm_file = mv = cat_file = _fail
 
 
 class TestLocal(BackendContract):
@@ -114,3 +127,31 @@ class TestFaultless(BackendContract):
         backend = FaultBackend(LocalBackend(tmp_path / "store"), FaultScript())
         yield backend
         backend.close()
+
+
+class OtherContract(BackendContract):
+    """What fsspec file systems have in common decides no race and pins nothing."""
+
+    atomic_create = False
+    pins_objects = False
+    many_names = 300
+
+    @pytest.fixture
+    def broken(self, tmp_path: Path) -> Backend:
+        return OtherBackend(FailingFiles(), str(tmp_path), "failing://")
+
+
+class TestOtherMemory(OtherContract):
+    @pytest.fixture
+    def backend(self, monkeypatch: pytest.MonkeyPatch) -> Backend:
+        monkeypatch.setattr(MemoryFileSystem, "store", {})
+        monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
+        backend = OtherBackend(MemoryFileSystem(skip_instance_cache=True), "/bucket", "memory-of-fsspec://bucket")
+        backend.capabilities = replace(backend.capabilities, shared=False)
+        return backend
+
+
+class TestOtherFiles(OtherContract):
+    @pytest.fixture
+    def backend(self, tmp_path: Path) -> Backend:
+        return open_url(f"local://{tmp_path}/store")
