@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmcache_cli.commands.command import Session, command, literal
+from lmcache_cli.commands.command import Session, command, utf8_text
 from lmcache_cli.commands.model_options import (
     AllowUnverified,
     ChatTemplate,
@@ -54,7 +54,7 @@ def bench_ttft(
     more_documents: MoreDocuments = None,
     prompts: Prompts = None,
     question: Annotated[
-        str, typer.Option("--question", parser=literal, help="Text that follows every document or prompt.")
+        str, typer.Option("--question", parser=utf8_text, help="Text that follows every document or prompt.")
     ] = "\n\nIn one sentence, what is this text about?\n",
     num_tokens: Annotated[int, typer.Option("--tokens", min=1, help="Length of the answers that are compared.")] = 64,
     repeat: Annotated[

@@ -14,6 +14,7 @@ from lmcache_cli.failures import report
 from lmcache_cli.interruption import Interruption
 from lmcache_cli.output import Output
 from lmcache_cli.progress import ProgressStyle
+from lmcache_cli.rendering import as_utf8, printable
 from lmcache_cli.settings import Settings, debug_requested, load_settings
 
 
@@ -80,6 +81,16 @@ def command(
 def literal(text: str) -> str:
     """Reads a name exactly as given, bytes that are no text included: `typer.Option(parser=literal)`."""
     return text
+
+
+def utf8_text(text: str) -> str:
+    """Reads text, which means the same from every locale: `typer.Option(parser=utf8_text)`."""
+    read = as_utf8(text)
+    try:
+        read.encode("utf-8")
+    except UnicodeEncodeError:
+        raise typer.BadParameter(f"expected text in UTF-8, found {printable(text)}") from None
+    return read
 
 
 @dataclass(frozen=True, slots=True)

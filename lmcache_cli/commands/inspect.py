@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmcache_cli.commands.asked_prompt import AskedPrompt, explain_miss
-from lmcache_cli.commands.command import Session, command, literal
+from lmcache_cli.commands.command import Session, command, literal, utf8_text
 from lmcache_cli.commands.model_options import (
     AllowUnverified,
     ChatTemplate,
@@ -65,7 +65,7 @@ def inspect(
         int, typer.Option("--limit", min=0, help="Runs, and documents, of a namespace to show; 0 for all.")
     ] = 200,
     prompt: Annotated[
-        str | None, typer.Option("--prompt", parser=literal, help="Say why this text would miss.")
+        str | None, typer.Option("--prompt", parser=utf8_text, help="Say why this text would miss.")
     ] = None,
     prompt_file: Annotated[
         str | None, typer.Option("--prompt-file", parser=literal, metavar="FILE", help="The same for a file of text.")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmcache_cli.commands.command import literal
+from lmcache_cli.commands.command import literal, utf8_text
 from lmcache_cli.errors import Refused
+from lmcache_cli.rendering import as_utf8
 from lmcache_cli.settings import user_cache_dir
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ PerhapsModel = Annotated[str | None, _MODEL]
 Name = Annotated[
     str | None,
     typer.Option(
-        "--name", parser=literal, help="Readable name of the model.  [else: the one its configuration records]"
+        "--name", parser=utf8_text, help="Readable name of the model.  [else: the one its configuration records]"
     ),
 ]
 Revision = Annotated[
@@ -60,7 +62,7 @@ ChatTemplate = Annotated[
     bool, typer.Option("--chat-template", help="Render plain text as one message of a user, as a server would.")
 ]
 Salt = Annotated[
-    str | None, typer.Option("--salt", parser=literal, help="Tenant's salt; only its digest is ever stored.")
+    str | None, typer.Option("--salt", parser=utf8_text, help="Tenant's salt; only its digest is ever stored.")
 ]
 PieceTokens = Annotated[int, typer.Option("--piece-tokens", min=1, help="Tokens computed in one pass; whole chunks.")]
 
@@ -99,7 +101,10 @@ def read_all_prompts(
     """Documents, then the lines of a prompt file. Raises Refused where nothing is named."""
     from lmcache_cli.integration.prompts import read_documents, read_prompts
 
-    found = list(read_documents([*(documents or ()), *(more or ())], salt))
+    found = [
+        replace(prompt, name=as_utf8(prompt.name))  # one name for a file from every locale
+        for prompt in read_documents([*(documents or ()), *(more or ())], salt)
+    ]
     if prompts is not None:
         found += read_prompts(prompts, salt)
     if not found:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_cli.store import Store
-from tests.cases.pattern_engine import CHUNK_TOKENS, ENGINE_IDENTITY, PatternEngine, identified
+from tests.cases.pattern_engine import CHUNK_TOKENS, ENGINE_IDENTITY
 from tests.cli.conftest import Inside, Program, Ran
 from tests.store.pattern import document, hit
 
@@ -43,13 +43,9 @@ def slow(folder: Path) -> Program:
 
 
 @pytest.fixture
-def quick(folder: Path, inside: Inside, monkeypatch: pytest.MonkeyPatch) -> Inside:
+def quick(folder: Path, patterned: Inside) -> Inside:
     """The same here, at once."""
-    from lmcache_cli.commands import warm
-
-    monkeypatch.setattr(warm, "_load_engine", lambda engine, directory, identity, _: PatternEngine(identity, 0.0))
-    monkeypatch.setattr(warm, "identify_model", identified)
-    return inside
+    return patterned
 
 
 def await_note(process: subprocess.Popen[bytes]) -> None:
