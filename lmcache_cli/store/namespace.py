@@ -10,7 +10,7 @@ import threading
 import time
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import TracebackType
@@ -270,7 +270,7 @@ class Namespace:
         for chunk, buffer in zip(chunks, out, strict=False):
             if buffer.num_tokens != chunk.num_tokens or buffer.identity != self.identity:
                 raise Refused(f"buffer is for {buffer.num_tokens} tokens, the chunk has {chunk.num_tokens}")
-        outcomes = list(self._readers.map(self._read_guarded, chunks, out))
+        outcomes = self._read_all(chunks, out)
         good = 0
         while good < len(chunks) and not isinstance(outcomes[good], ReadFault):
             good += 1
@@ -287,6 +287,19 @@ class Namespace:
         buffers = [self.buffer(chunk.num_tokens) for chunk in chunks]
         result = self.read(chunks, buffers)
         return buffers[: result.num_chunks], result
+
+    def _read_all(self, chunks: Sequence[ChunkRef], out: Sequence[ChunkBuffer]) -> list[int | ReadFault]:
+        """Returns or raises (KeyboardInterrupt) only when no thread writes to the buffers any more."""
+        reads: list[Future[int | ReadFault]] = []
+        try:
+            for chunk, buffer in zip(chunks, out, strict=False):
+                reads.append(self._readers.submit(self._read_guarded, chunk, buffer))
+            return [read.result() for read in reads]
+        except BaseException:
+            for read in reads:
+                read.cancel()
+            wait(reads)
+            raise
 
     def _read_guarded(self, chunk: ChunkRef, out: ChunkBuffer) -> int | ReadFault:
         try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import queue
 import random
+import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,17 @@ from lmcache_cli.backends.fault import Fault, FaultBackend, FaultScript, Hold
 from lmcache_cli.backends.local import LocalBackend
 from lmcache_cli.store import ChunkBuffer, Namespace, Store, WriterOptions
 from lmcache_format.geometry import whole_part
-from tests.store.pattern import document, hit, pattern, put_chunk, refs, small_buffer, tiny_identity, wrong_elements
+from tests.store.pattern import (
+    document,
+    hit,
+    pattern,
+    put_chunk,
+    put_document,
+    refs,
+    small_buffer,
+    tiny_identity,
+    wrong_elements,
+)
 
 IDENTITY = tiny_identity()
 PROMPTS = [document(4, seed) for seed in range(40)]
@@ -92,3 +104,35 @@ def test_a_thousand_interleavings_over_four_buffers(tmp_path: Path, encoding: st
             written = [tokens for tokens in PROMPTS if hit(namespace, tokens) == 4]
             assert len(written) > 30
         assert pool.free.qsize() == 4
+
+
+def test_no_thread_writes_to_the_buffers_of_an_interrupted_read(tmp_path: Path) -> None:
+    """Ctrl-C while reads are on their way: it is raised when they have ended, so that buffers can be used again."""
+    tokens = document(32, 28)
+    root = tmp_path / "s"
+    with Store.create(str(root)) as store, store.namespace(IDENTITY, create=True) as namespace:
+        put_document(namespace, tokens)
+    hold = Hold(threading.Event(), threading.Event())
+    script = FaultScript(Fault("read_into", hold, name=".safetensors"))
+    with Store.open(FaultBackend(LocalBackend(root), script)) as store, store.namespace(IDENTITY) as namespace:
+        chunks = namespace.match(tokens).chunks()
+        buffers = [small_buffer(IDENTITY, namespace.need, 4) for _ in chunks]
+        main = threading.get_ident()
+
+        def interrupt() -> None:
+            assert hold.reached.wait(30)
+            signal.pthread_kill(main, signal.SIGINT)
+            time.sleep(0.3)
+            hold.go_on.set()
+
+        other = threading.Thread(target=interrupt)
+        other.start()
+        with pytest.raises(KeyboardInterrupt):
+            namespace.read(chunks, buffers)
+        assert hold.go_on.is_set()
+        for buffer in buffers:
+            poison(buffer)
+        other.join()
+        time.sleep(0.2)
+        assert all(set(buffer.memory) == {POISON} for buffer in buffers)
+        assert namespace.read(chunks, buffers).num_tokens == 32
