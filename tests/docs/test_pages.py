@@ -94,6 +94,20 @@ def test_every_exit_code_has_a_recipe():
     assert explained == {int(code) for code in ExitCode}
 
 
+def test_every_kind_of_place_is_named():
+    from lmcache_cli.backends.registry import SCHEMES
+
+    text = "".join(page.read_text(encoding="utf-8") for page in WRITTEN_PAGES)
+    assert [scheme for scheme in SCHEMES if f"{scheme}://" not in text] == []
+
+
+def test_every_command_is_named_in_the_readme_or_the_cookbook():
+    from lmcache_cli.commands.root import COMMANDS
+
+    shown = {" ".join(words[:count]) for page in (README, COOKBOOK) for words in commands(page) for count in (1, 2)}
+    assert [name for name in COMMANDS if name not in shown] == []
+
+
 def test_every_decision_is_listed_and_has_its_three_parts():
     folder = ROOT / "docs" / "decisions"
     pages = sorted(folder.glob("0*.md"))
