@@ -1,8 +1,8 @@
 """Prune: plan, mark, and sweep what earlier runs marked (SPEC §12.3).
 
 A plan changes nothing. Marking takes shards out of the index, naming the write (nonce) and the object's version;
-readers miss them from then on, writers write anew. Sweeping deletes, after a grace time on the store's own clock, exactly the
-versions that were marked. Any process may sweep; one that dies leaves marks, never half a deletion.
+readers miss them from then on, writers write anew. Sweeping deletes, after a grace time on the store's own clock,
+exactly the versions that were marked. Any process may sweep; one that dies leaves marks, never half a deletion.
 """
 
 from __future__ import annotations

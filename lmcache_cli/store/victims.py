@@ -145,7 +145,8 @@ def _superseded_tails(table: ChunkTable) -> Bools:
     """Tails after whose parent a whole full chunk stands too."""
     full = table.num_tokens == table.num_tokens.max(initial=0)
     beside: Bools = np.isin(table.parents, table.parents[full & table.is_whole])
-    return ~full & beside
+    result: Bools = ~full & beside
+    return result
 
 
 def find_chunks(state: State, table: ChunkTable, start: str) -> Bools:
