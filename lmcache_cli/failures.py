@@ -82,6 +82,7 @@ _RULES = {
     "lmcache_cli.store.errors.Refused": _Rule(ExitCode.REFUSED),
     "lmcache_cli.store.errors.IncompleteListing": _Rule(ExitCode.ERROR, "run it again when the store lists everything"),
     "lmcache_cli.store.errors.StoreError": _Rule(ExitCode.ERROR, "run 'lmcache doctor' to check the store"),
+    "lmcache_cli.integration.errors.AnswerFailed": _Rule(ExitCode.ERROR),
     "lmcache_cli.integration.errors.ModelError": _Rule(ExitCode.REFUSED),
     "lmcache_cli.integration.errors.PromptError": _Rule(ExitCode.REFUSED),
     "lmcache_format.errors.KeyInputError": _Rule(ExitCode.REFUSED),

@@ -5,6 +5,7 @@ ModelError
 ├── UnverifiedWeights    the weights' content is unknown and no immutable revision was given
 ├── UnsupportedModel     its cache is none that this version can store (latents, recurrent state, …)
 ├── AdapterError         an adapter's files are missing or unreadable
+├── AnswerFailed         the process that was to answer ended without an answer
 └── GeometryMismatch     the running model's cache has another shape or type than its identity says
 PromptError              a document or prompt file that cannot be read as one
 """
@@ -29,6 +30,10 @@ class UnsupportedModel(ModelError):
 
 
 class AdapterError(ModelError):
+    pass
+
+
+class AnswerFailed(ModelError):
     pass
 
 

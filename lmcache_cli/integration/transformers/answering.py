@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lmcache_cli.integration.errors import ModelError
+from lmcache_cli.integration.errors import AnswerFailed
 from lmcache_cli.integration.producer import TokenIds
 from lmcache_format.identity import Identity
 from lmcache_format.keys import token_words
@@ -71,7 +71,7 @@ class Answer:
 
 
 def answer_in_fresh_process(request: AnswerRequest) -> Answer:
-    """Run one request in a new interpreter. Raises `ModelError` with what the process said when it fails."""
+    """Run one request in a new interpreter. Raises `AnswerFailed` with what the process said last."""
     done = subprocess.run(
         [sys.executable, "-m", _MODULE],
         input=json.dumps(asdict(request)).encode("ascii"),
@@ -80,7 +80,7 @@ def answer_in_fresh_process(request: AnswerRequest) -> Answer:
     )
     if done.returncode != 0:
         last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:] or ["no message"]
-        raise ModelError(f"answering {request.way.value} ended with exit status {done.returncode}: {last[0]}")
+        raise AnswerFailed(f"answering {request.way.value} ended with exit status {done.returncode}: {last[0]}")
     value = json.loads(done.stdout)
     return Answer(**{**value, "way": Way(value["way"])})
 
