@@ -113,7 +113,7 @@ def flips(content: bytes, bits: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         damaged[bit // 8] ^= 1 << bit % 8
 
 
-@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("number", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_flipped_bit_of_a_small_shard_is_found(
     filled_store: Store, root: Path, identity: Identity, number: int
 ) -> None:
@@ -235,6 +235,12 @@ def foreign_shards(store: Store, root: Path, identity: Identity) -> dict[str, by
             put_document(namespace, TOKENS)
         key = refs(made, TOKENS)[min(1, len(refs(made, TOKENS)) - 1)].key
         found[name] = shard_path(root, made, key).read_bytes()
+    with Namespace(MemoryBackend(), identity) as elsewhere:
+        sibling = [*TOKENS[:4], 1, 2, 3, 4]
+        put_document(elsewhere, sibling)
+        found["sibling"] = elsewhere._backend.read(
+            ShardName(identity.fingerprint, refs(identity, sibling)[1].key, whole_part(identity), "raw").path
+        )
     lies = {
         "depth": ChunkRef(ref.key, ref.parent, 7, 4),
         "parent": ChunkRef(ref.key, ChunkKey(bytes(32)), 1, 4),
@@ -257,7 +263,9 @@ def foreign_shards(store: Store, root: Path, identity: Identity) -> dict[str, by
     return found
 
 
-@pytest.mark.parametrize("kind", ["chunk 0", "tail", "namespace", "chunk size", "depth", "parent", "tokens", "part"])
+@pytest.mark.parametrize(
+    "kind", ["chunk 0", "tail", "sibling", "namespace", "chunk size", "depth", "parent", "tokens", "part"]
+)
 def test_the_file_of_another_place_is_a_miss_and_heals(
     filled_store: Store, root: Path, identity: Identity, kind: str
 ) -> None:
@@ -323,6 +331,7 @@ def test_a_chunk_that_was_written_again_meanwhile_is_not_put_aside(root: Path, i
             assert hit(other, TOKENS) == len(TOKENS)
 
 
+@pytest.mark.slow
 def test_an_encoded_chunk_is_guarded_as_well(root: Path, identity: Identity) -> None:
     with Store.create(str(root)) as store:
         with store.namespace(identity, create=True, writer=WriterOptions(encoding="bfx")) as namespace:
