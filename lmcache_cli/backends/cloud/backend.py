@@ -256,16 +256,25 @@ class CloudBackend:
             raise NotFound(f"{name}: no such object in {self.url}", name=name)
         target = await self.service.head(to)
         if target is None:
-            create = (await self._known_conditions()).create
-            target = await self.service.copy(name, to, source, create=create)
-            if target.size_bytes != source.size_bytes or target.crc32c != source.crc32c:
-                raise Unavailable(f"{name}: its copy {to} in {self.url} is not the same", name=name)
+            await self._copy(name, to, source)
         elif not target.is_copy_of(source):  # a copy is there already where an answer was lost
             raise AlreadyExists(f"{to}: exists in {self.url}", name=to)
         try:
             await self._delete_if(name, source.version)
         except VersionChanged:
             pass  # what was to be moved is moved; something new has taken its name
+
+    async def _copy(self, name: str, to: str, source: Remote) -> None:
+        create = (await self._known_conditions()).create
+        try:
+            made = await self.service.copy(name, to, source, create=create)
+        except AlreadyExists:
+            target = await self.service.head(to)
+            if target is None or not target.is_copy_of(source):
+                raise
+            return  # by an earlier try, whose answer was lost
+        if made.size_bytes != source.size_bytes or (made.crc32c or source.crc32c) != source.crc32c:
+            raise Unavailable(f"{name}: its copy {to} in {self.url} is not the same", name=name)
 
 
 def _forget(service: CloudService, pid: int) -> None:

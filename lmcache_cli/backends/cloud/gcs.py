@@ -145,9 +145,14 @@ class GcsService:
         if start or stop is not None:
             headers["Range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
         with self.translating("read", name):
-            answer = await self._send(
-                "GET", f"download:{self._object(name)}", headers=headers, alt="media", ifGenerationMatch=version
-            )
+            try:
+                answer = await self._send(
+                    "GET", f"download:{self._object(name)}", headers=headers, alt="media", ifGenerationMatch=version
+                )
+            except Refusal as error:
+                if error.status == 404:
+                    await self._check_bucket()
+                raise
             return GcsBody(self, name, answer, start)
 
     async def put(self, name: str, body: Body, *, create: bool) -> Remote:

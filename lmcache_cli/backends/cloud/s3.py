@@ -269,7 +269,7 @@ class S3Service:
             yield
         except boto.ClientError as error:
             raise self._answered(error, doing, name, taken or name) from error
-        except (boto.HTTPClientError, boto.IncompleteReadError, ResponseParserError) as error:
+        except (boto.ConnectionError, boto.HTTPClientError, boto.IncompleteReadError, ResponseParserError) as error:
             raise self._unavailable(error, doing, name, transient=True) from error
         except (aiohttp.ClientError, TimeoutError, OSError, KeyError) as error:
             raise self._unavailable(error, doing, name, transient=True) from error

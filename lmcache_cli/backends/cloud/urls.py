@@ -79,9 +79,9 @@ def without_password(url: str) -> str:
 
 
 def redacted(text: str, secrets: tuple[str, ...]) -> str:
-    """The text with every secret replaced by `***`."""
+    """The text with every secret replaced by `***`, also where it is part of a URL."""
     for secret in secrets:
-        text = text.replace(secret, MASK)
+        text = text.replace(secret, MASK).replace(quote(secret, safe=""), MASK)
     return text
 
 
