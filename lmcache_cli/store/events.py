@@ -8,6 +8,7 @@ from collections import Counter
 from enum import StrEnum
 
 _LOG = logging.getLogger("lmcache.store")
+MOST_TOLD = 10_000  # lines of the log; beyond that problems are counted only
 
 
 class Event(StrEnum):
@@ -52,8 +53,8 @@ class Events:
         """Count `event` and log it, once for each `where`."""
         with self._lock:
             self._counts[event] += 1
-            is_new = (event, where) not in self._told
-            if is_new and len(self._told) < 10_000:
+            is_new = len(self._told) < MOST_TOLD and (event, where) not in self._told
+            if is_new:
                 self._told.add((event, where))
         if is_new:
             _LOG.warning("%s: %s: %s", event.value, where, reason)

@@ -354,6 +354,27 @@ def test_an_encoded_chunk_is_guarded_as_well(root: Path, identity: Identity) -> 
             assert hit(namespace, TOKENS) == 0
 
 
+def test_a_damaged_shard_is_no_loss_where_another_holds_the_same(root: Path, identity: Identity) -> None:
+    """Raw and encoded, whole and in parts: the reader takes what is sound."""
+    halves = (Part(0, 1, 0, 2), Part(1, 2, 0, 2))
+    with Store.create(str(root)) as store:
+        with store.namespace(identity, create=True, writer=WriterOptions(encoding="bfx"), need=halves[0]) as writer:
+            put_document(writer, TOKENS, part=halves[0])
+        with store.namespace(identity, create=True, need=halves[1]) as writer:
+            put_document(writer, TOKENS, part=halves[1])
+        with store.namespace(identity, create=True) as writer:
+            put_document(writer, TOKENS)
+        for path in root.rglob(f"*.{whole_part(identity)}.raw.safetensors"):
+            content = bytearray(path.read_bytes())
+            content[-1] ^= 1
+            path.write_bytes(content)
+        with store.namespace(identity) as reader:
+            assert hit(reader, TOKENS) == len(TOKENS)
+            assert hit(reader, TOKENS) == len(TOKENS)
+        assert store.events[Event.QUARANTINED] == 4
+        assert store.events[Event.READ_DAMAGED] == 4
+
+
 def test_a_stale_root_key_never_helps(identity: Identity) -> None:
     """Sanity of the pattern: keys and values of two identities or salts have nothing in common."""
     keys = {root_key(identity.fingerprint), root_key(identity.fingerprint, "a"), root_key("00" * 16)}

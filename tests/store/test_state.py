@@ -13,7 +13,7 @@ from lmcache_cli.store.state import Entry, State, empty_state, merge
 from lmcache_format.segment import Segment, decode_segment, encode_segment
 from tests.store.made_segments import FINGERPRINT, KEYS, WRITES, content, segments
 
-many = st.lists(segments(), max_size=4)
+many = st.lists(segments(), max_size=3)
 
 
 def compacted(state: State, created_ms: int = 0) -> Segment:
