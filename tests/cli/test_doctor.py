@@ -85,7 +85,7 @@ def test_exit_code(inside, made_store, change, code, said):
 def test_a_back_end_of_another_release_is_exit_13(inside):
     ran, _ = _doctor(inside, "--store", "redis://user:secret@host/kv")
     assert ran.code == 13
-    assert b"no back-end for redis://" in ran.stderr
+    assert b"redis://***@host/kv: no file system" in ran.stderr
     assert b"secret" not in ran.stdout + ran.stderr
 
 

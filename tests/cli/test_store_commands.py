@@ -242,7 +242,7 @@ def test_exit_code(inside, made_store, situation, command, flags):
     ("arguments", "code", "said"),
     [
         (("ls",), 2, b"no store is named\n  next: pass --store URL"),
-        (("ls", "--store", "redis://user:secret@host"), 13, b"no back-end for redis://"),
+        (("ls", "--store", "redis://user:secret@host"), 13, b"redis://***@host: no file system"),
         (("ls", "ffffffffff", "--store", "a store"), 2, b"no namespace starts with 'ffffffffff'"),
         (("init",), 2, b"no store is named"),
         (("inspect", "ffffffffff", "--store", "a store"), 2, b"no namespace and no chunk starts with 'ffffffffff'"),
