@@ -1,0 +1,379 @@
+"""`LMCacheStoreConnector`: vLLM's hooks, each one line to the halves that do the work.
+
+vLLM imports this module in every process, so that everything heavy is imported when a half is built.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+
+from .options import ConnectorOptions, OptionError
+from .plan import StepPlan, StepReport
+from .steps import BlockTables
+
+if TYPE_CHECKING:
+    from lmcache_cli.runtime.namespaces import Namespaces
+    from lmcache_cli.store import Store
+    from lmcache_format.geometry import Part
+    from lmcache_format.identity import Identity
+
+    from .scheduling import StoreScheduler
+    from .worker import StoreWorker
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+except ImportError:  # before 0.18; such versions are refused below
+    KVConnectorWorkerMetadata = KVConnectorMetadata  # type: ignore[misc,assignment]
+
+_LOG = logging.getLogger("lmcache.vllm")
+NAME = "LMCacheStoreConnector"
+OLDEST = (0, 29)
+
+
+@dataclass
+class StoreMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """The plan of one step on its way to the workers."""
+
+    plan: StepPlan
+
+
+@dataclass
+class StoreWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """The ranks' report of one step on its way back."""
+
+    report: StepReport
+
+    def aggregate(self, other: Any) -> StoreWorkerMetadata:
+        """Two ranks' reports as one."""
+        return StoreWorkerMetadata(self.report.merged(other.report))
+
+
+class LMCacheStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """Loads KV of known prefixes from a store and saves new ones to it. Options: `options.ConnectorOptions`."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None, **kwargs: Any) -> None:
+        _require_version(vllm_config, kv_cache_config)
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.options = ConnectorOptions.parse(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+        self.scheduler: StoreScheduler | None = None
+        self.worker: StoreWorker | None = None
+        self._namespaces: Namespaces | None = None
+        self._identity = _engine_identity(vllm_config, kv_cache_config, self.options)
+        self._told: Counter[str] = Counter()
+        self._tables = BlockTables()
+        if role == KVConnectorRole.SCHEDULER:
+            self._build_scheduler(vllm_config)
+
+    # ---- building ---------------------------------------------------------------------------------------------
+
+    def _build_scheduler(self, vllm_config: Any) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
+        from lmcache_format.geometry import whole_part
+
+        from .identity import RequestReader, ranks_of
+        from .scheduling import SchedulingOptions, StoreScheduler
+
+        options = self.options
+        store = self._open_store()
+        self._namespaces = self._open_namespaces(store, whole_part(self._identity), is_writer=False)
+        is_near = store.backend.capabilities.cheap_stat
+        spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        on_cpu = _is_cpu()
+        self.scheduler = StoreScheduler(
+            self._namespaces.of,
+            RequestReader(options),
+            SchedulingOptions(
+                block_size=spec.block_size,
+                chunk_tokens=self._identity.chunk_tokens,
+                num_ranks=ranks_of(vllm_config).num_ranks,
+                hold_saves=options.hold_saves,
+                load=options.load,
+                save=options.save,
+                load_async=(not on_cpu) if options.load_async is None else options.load_async,
+                save_decode=options.save_decode,
+                partial_chunks=options.partial_chunks,
+                lookup_timeout_s=options.lookup_timeout_s,
+            ),
+            background=None if is_near else ThreadPoolExecutor(2, thread_name_prefix="lmcache-lookup"),
+        )
+        _LOG.info("store %s, namespace %s (%s)", store.url, self._identity.fingerprint, self._identity.model)
+
+    def register_kv_caches(self, kv_caches: dict[str, Any], **kwargs: Any) -> None:
+        """Learn and check the pages, and build the worker's half. Raises: an engine that cannot be served must not
+        start."""
+        from lmcache_cli.runtime.loading import Loader
+        from lmcache_cli.runtime.memory import MemoryPool
+        from lmcache_cli.runtime.saving import BackgroundWriter
+
+        from .identity import part_of_rank, ranks_of, writes_part
+        from .paging import layer_numbers, open_pages, supported_group
+        from .worker import StoreWorker
+
+        config, options, identity = self._vllm_config, self.options, self._identity
+        ranks, rank = ranks_of(config), int(config.parallel_config.rank) % ranks_of(config).num_ranks
+        numbers = list(layer_numbers(list(supported_group(self._kv_cache_config).layer_names)))
+        part = part_of_rank(identity, ranks, rank, (numbers[0], numbers[-1] + 1))
+        pages = open_pages(config, self._kv_cache_config, kv_caches, identity, part)
+        self._namespaces = self._open_namespaces(self._open_store(), part, is_writer=options.save)
+        pools = [MemoryPool(identity, part, 8) for _ in range(2)]
+        self.worker = StoreWorker(
+            self._namespaces.of,
+            pages,
+            loader=Loader(pages, pools[0], timeout_s=options.load_timeout_s),
+            async_loader=Loader(pages, pools[1], timeout_s=options.load_timeout_s),
+            save_pool=MemoryPool(identity, part, options.max_pending_saves),
+            writer=BackgroundWriter(),
+            saves=options.save and writes_part(identity, ranks, rank),
+            holds_saves=options.hold_saves or ranks.num_ranks > 1,
+        )
+
+    def _open_store(self) -> Store:
+        from lmcache_cli.store import NoStore, Store, StoreExists
+
+        try:
+            return Store.open(self.options.store)
+        except NoStore:
+            if not self.options.create_store:
+                raise
+        try:
+            return Store.create(self.options.store)
+        except StoreExists:  # another rank was faster
+            return Store.open(self.options.store)
+
+    def _open_namespaces(self, store: Store, need: Part, *, is_writer: bool) -> Namespaces:
+        from lmcache_cli.runtime.namespaces import Namespaces
+        from lmcache_cli.store import WriterOptions
+
+        options = self.options
+        writer = WriterOptions(
+            durability=options.durability_level, encoding=options.encoding, producer=_producer(self._vllm_config)
+        )
+        return Namespaces(
+            store,
+            self._identity,
+            need=need,
+            writer=writer if is_writer else None,
+            allow_unverified=options.allow_unverified,
+            allow_lossy=options.allow_lossy,
+        )
+
+    # ---- the worker's hooks: never raise ----------------------------------------------------------------------
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Load what the coming forward needs; begin what waits."""
+        plan = self._plan
+        if self.worker is not None and plan is not None:
+            self.worker.start_loads(plan)
+
+    def wait_for_layer_load(self, layer_name: str, **kwargs: Any) -> None:
+        """Nothing to wait for: loads that a forward needs are through before it."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: all layers are copied at once, when the step is through."""
+
+    def wait_for_save(self, **kwargs: Any) -> None:
+        """Copy out what this step completed; it is written in the background."""
+        plan = self._plan
+        if self.worker is not None and plan is not None:
+            self.worker.finish_step(plan, is_sound=sys.exc_info()[0] is None)
+
+    def get_finished(self, finished_req_ids: set[str], **kwargs: Any) -> tuple[set[str] | None, set[str] | None]:
+        """Async loads that are over, each once; saves never hold blocks back."""
+        finished = self.worker.take_finished() if self.worker is not None else set()
+        return None, finished or None
+
+    def get_block_ids_with_load_errors(self, **kwargs: Any) -> set[int]:
+        """Blocks that do not hold what was to be loaded."""
+        return self.worker.take_bad_blocks() if self.worker is not None else set()
+
+    def build_connector_worker_meta(self, **kwargs: Any) -> StoreWorkerMetadata | None:
+        """What the scheduler's half must hear of this step."""
+        report = self.worker.take_report() if self.worker is not None else None
+        return None if report is None else StoreWorkerMetadata(report)
+
+    @property
+    def _plan(self) -> StepPlan | None:
+        metadata = self._connector_metadata
+        return metadata.plan if isinstance(metadata, StoreMetadata) else None
+
+    # ---- the scheduler's hooks --------------------------------------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that is lost is a later miss, no error."""
+        return False
+
+    def on_new_request(self, request: Any, **kwargs: Any) -> None:
+        """Begin the lookup where it takes time."""
+        if self.scheduler is not None:
+            try:
+                self.scheduler.add(request)
+            except Exception:  # noqa: BLE001  the serving path: a lookup may fail, the engine may not
+                _LOG.exception("request %s is not looked up", request.request_id)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int, **kwargs: Any
+    ) -> tuple[int | None, bool]:
+        """See `StoreScheduler.matched`."""
+        if self.scheduler is None:
+            return 0, False
+        try:
+            return self.scheduler.matched(request, num_computed_tokens)
+        except Exception:  # noqa: BLE001  the serving path: a lookup may fail, the engine may not
+            _LOG.exception("request %s is not looked up", request.request_id)
+            return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int, **kwargs: Any) -> None:
+        """The request has its blocks."""
+        if self.scheduler is not None:
+            table = blocks.get_block_ids()[0]
+            self._tables.set(request.request_id, table)
+            self.scheduler.allocated(request, table, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any, **kwargs: Any) -> StoreMetadata:
+        """The plan of the step that is about to run."""
+        assert self.scheduler is not None, "a worker's half was asked for a plan"
+        rows = list(self._tables.rows(scheduler_output))
+        preempted = getattr(scheduler_output, "preempted_req_ids", None) or ()
+        return StoreMetadata(self.scheduler.plan(rows, preempted))
+
+    def update_connector_output(self, connector_output: Any, **kwargs: Any) -> None:
+        """What the ranks have to say about a step."""
+        if self.scheduler is None:
+            return
+        metadata = getattr(connector_output, "kv_connector_worker_meta", None)
+        report = metadata.report if isinstance(metadata, StoreWorkerMetadata) else _NO_REPORT
+        if getattr(connector_output, "invalid_block_ids", None):  # of whichever connector
+            report = report.merged(StepReport(failed=frozenset(report.done)))
+        self.scheduler.heard(report)
+
+    def request_finished(self, request: Any, block_ids: Any, **kwargs: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Blocks are free at once: what is saved was copied out."""
+        if self.scheduler is not None:
+            self._tables.forget(request.request_id)
+            self.scheduler.finished(request.request_id)
+        return False, None
+
+    def has_pending_push_work(self, **kwargs: Any) -> bool:
+        """Keep stepping until every rank knows which of its saves may be written."""
+        return self.scheduler is not None and self.scheduler.awaits_confirmation
+
+    def reset_cache(self, **kwargs: Any) -> bool | None:
+        """Begin a generation: what the store holds is kept, and no longer found by this engine."""
+        if self.scheduler is not None:
+            self.scheduler.reset()
+        return True
+
+    # ---- both -------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self, **kwargs: Any) -> Any:
+        """What was counted since the last call; None where that is nothing."""
+        from .stats import StoreStats
+
+        counts: Counter[str] = Counter()
+        for half in (self.scheduler, self.worker):
+            counts.update(half.counts if half is not None else {})
+        if self.worker is not None:
+            counts.update(self.worker.writer.counts)
+        fresh = {name: count - self._told[name] for name, count in counts.items() if count > self._told[name]}
+        self._told = counts
+        return StoreStats(data=fresh) if fresh else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        """Stats that came over the wire."""
+        from .stats import StoreStats
+
+        return StoreStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any, **kwargs: Any
+    ) -> Any:
+        """Counters for the metrics endpoint."""
+        from .stats import StorePromMetrics
+
+        return StorePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self, **kwargs: Any) -> None:
+        """Write what is pending and close the store."""
+        if self.worker is not None:
+            self.worker.close()
+        if self._namespaces is not None:
+            self._namespaces.close()
+            self._namespaces = None
+
+
+_NO_REPORT = StepReport()
+
+
+def _require_version(vllm_config: Any, kv_cache_config: Any) -> None:
+    from vllm import __version__
+
+    numbers = tuple(int(part) for part in __version__.split(".")[:2] if part.isdigit())
+    is_development = numbers in ((), (0, 0), (0, 1))
+    if not is_development and numbers < OLDEST:
+        wanted = ".".join(map(str, OLDEST))
+        raise RuntimeError(
+            f"this connector needs vLLM {wanted} or newer, found {__version__}: pages differ before that"
+        )
+    if kv_cache_config is None or not vllm_config.kv_transfer_config:
+        raise OptionError("the connector was built without kv_cache_config; use vLLM 0.29 or newer")
+
+
+def _engine_identity(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions) -> Identity:
+    from .identity import UnsupportedEngine, engine_identity, ranks_of
+    from .paging import layer_numbers, supported_group
+
+    ranks = ranks_of(vllm_config)
+    identity = engine_identity(vllm_config, options)
+    numbers = list(layer_numbers(list(supported_group(kv_cache_config).layer_names)))
+    if ranks.pipeline == 1 and (numbers[0], numbers[-1] + 1) != (0, identity.layers):
+        raise UnsupportedEngine(
+            f"the engine has KV of layers {numbers[0]} to {numbers[-1]}, the model has {identity.layers}: "
+            "draft models and layers without KV are not supported"
+        )
+    return identity
+
+
+def _is_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _producer(vllm_config: Any) -> dict[str, Any]:
+    from vllm import __version__
+
+    from lmcache_cli import __version__ as own_version
+
+    parallel = vllm_config.parallel_config
+    return {
+        "engine": "vllm",
+        "vllm": __version__,
+        "torch": importlib.metadata.version("torch"),
+        "lmcache-toolkit": own_version,
+        "tensor_parallel": parallel.tensor_parallel_size,
+        "pipeline_parallel": parallel.pipeline_parallel_size,
+    }
+
+
+def _register() -> None:
+    """Make the name known to vLLM: MultiConnector looks its children's statistics up by name."""
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        KVConnectorFactory.register_connector(NAME, __name__, NAME)
+    except (ImportError, AttributeError, ValueError):  # an older vLLM, or registered already
+        pass
+
+
+_register()

@@ -1,0 +1,79 @@
+"""What the scheduler's half tells the workers' half each step, and what it hears back. Plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lmcache_cli.runtime.pages import BlockSpan
+from lmcache_cli.store import ChunkRef
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOp:
+    """Fill the slots of tokens `start` to `stop` from `chunks`. `is_async`: the request waits until it is reported
+    as finished; otherwise the forward of this step needs them. Without chunks there is nothing to do but to report."""
+
+    request_id: str
+    epoch: int
+    adapter: str | None
+    chunks: tuple[ChunkRef, ...]
+    start: int
+    stop: int
+    span: BlockSpan
+    is_async: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOp:
+    """Save `chunks`, whose last token is computed by the forward of this step. `epoch` is the request's own: it
+    advances when saves that were not taken are planned anew."""
+
+    request_id: str
+    epoch: int
+    adapter: str | None
+    chunks: tuple[ChunkRef, ...]
+    span: BlockSpan
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step's work. `epoch` advances when the scheduler has heard of a failed load: saves planned before that may
+    rest on it. Saves of the steps `confirmed` may be written; those of `refused` are to be forgotten."""
+
+    step: int
+    epoch: int
+    loads: tuple[LoadOp, ...] = ()
+    saves: tuple[SaveOp, ...] = ()
+    confirmed: tuple[int, ...] = ()
+    refused: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedSave:
+    """From chunk `depth` on, a request's chunks of `epoch` were not saved."""
+
+    epoch: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one rank, or several together (`merged`), have to say after a step.
+
+    `done` counts for each step the ranks that are through with it, `failed` names steps in which a load that a forward
+    needed has failed on some rank. Loads that failed are in `dropped`, too: their chunks are to be saved again.
+    """
+
+    done: Mapping[int, int] = field(default_factory=dict)
+    failed: frozenset[int] = frozenset()
+    dropped: Mapping[str, DroppedSave] = field(default_factory=dict)
+
+    def merged(self, other: StepReport) -> StepReport:
+        """Both reports as one; in any order."""
+        done = {step: self.done.get(step, 0) + other.done.get(step, 0) for step in {*self.done, *other.done}}
+        dropped = dict(self.dropped)
+        for request_id, drop in other.dropped.items():
+            known = dropped.get(request_id, drop)
+            dropped[request_id] = DroppedSave(max(known.epoch, drop.epoch), min(known.depth, drop.depth))
+        return StepReport(done, self.failed | other.failed, dropped)
