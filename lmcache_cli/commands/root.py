@@ -13,7 +13,19 @@ from lmcache_cli.commands.command import Command
 HELP_COLUMNS = 100
 
 # In the order of a first use; "group verb" is `verb` in the module `group_verb`.
-COMMANDS = ("init", "ls", "stats", "inspect", "verify", "repair", "doctor", "warm", "bench ttft", "config show")
+COMMANDS = (
+    "init",
+    "ls",
+    "stats",
+    "inspect",
+    "verify",
+    "repair",
+    "compress",
+    "doctor",
+    "warm",
+    "bench ttft",
+    "config show",
+)
 
 GROUPS = {
     "bench": "Measurements on your own model and prompts.",

@@ -29,6 +29,8 @@ CALLS: dict[str, tuple[str, ...]] = {
     "verify quick": ("verify", "--quick"),
     "repair": ("repair", "--dry-run"),
     "repair deep": ("repair", "--deep", "--dry-run"),
+    "compress dry run": ("compress", "--dry-run"),
+    "compress": ("compress",),
     "doctor": ("doctor",),
     "warm dry run": ("warm", *_ENGINE, "--dry-run"),
     "warm": ("warm", *_ENGINE),
