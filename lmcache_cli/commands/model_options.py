@@ -101,15 +101,12 @@ def read_all_prompts(
     """Documents, then the lines of a prompt file. Raises Refused where nothing is named."""
     from lmcache_cli.integration.prompts import read_documents, read_prompts
 
-    found = [
-        replace(prompt, name=as_utf8(prompt.name))  # one name for a file from every locale
-        for prompt in read_documents([*(documents or ()), *(more or ())], salt)
-    ]
+    found = list(read_documents([*(documents or ()), *(more or ())], salt))
     if prompts is not None:
         found += read_prompts(prompts, salt)
     if not found:
         raise Refused("no documents and no prompts are named", "pass --documents FILE or --prompts FILE.jsonl")
-    return found
+    return [replace(prompt, name=as_utf8(prompt.name)) for prompt in found]  # a file has one name from every locale
 
 
 def tokenize(model: IdentifiedModel, prompts: Sequence[Prompt], *, as_chat: bool) -> list[WarmDocument]:

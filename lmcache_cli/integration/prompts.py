@@ -106,6 +106,7 @@ def _text(value: Mapping[str, Any], where: str) -> str | None:
     text = value.get("prompt")
     if text is not None and not isinstance(text, str):
         raise PromptError(f"{where}: 'prompt' is text, found {type(text).__name__}")
+    _refuse_half_characters(text, where)
     return text
 
 
@@ -115,6 +116,7 @@ def _messages(value: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], 
         return None
     if not isinstance(messages, list) or not all(isinstance(one, dict) and "role" in one for one in messages):
         raise PromptError(f"{where}: 'messages' is a list of objects with 'role' and 'content'")
+    _refuse_half_characters(messages, where)
     return tuple(messages)
 
 
@@ -128,6 +130,15 @@ def _tokens(value: Mapping[str, Any], where: str) -> TokenIds | None:
         return token_words(tokens)
     except KeyInputError as problem:
         raise PromptError(f"{where}: {problem}") from None
+
+
+def _refuse_half_characters(value: object, where: str) -> None:
+    """JSON can write half of a surrogate pair, which no tokenizer takes."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as problem:
+        half = ord(problem.object[problem.start])
+        raise PromptError(f"{where}: \\u{half:04x} is half of a surrogate pair and no character") from None
 
 
 def _read_text(path: str) -> str:

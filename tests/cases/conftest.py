@@ -1,4 +1,4 @@
-"""The command line, run as people, pipes and cron do, for the cases that end there."""
+"""What cases drive: the command line as people, pipes and cron run it, and the fake engine of the connector."""
 
 from pathlib import Path
 
@@ -7,8 +7,9 @@ import pytest
 from tests.cases.every_command import Scene, make_scene
 from tests.cases.pattern_engine import install
 from tests.cli.conftest import Inside, fake, inside, lmcache, made_store
+from tests.integration.vllm.conftest import engine_of, identity, store_dir
 
-__all__ = ["fake", "inside", "lmcache", "made_store"]
+__all__ = ["engine_of", "fake", "identity", "inside", "lmcache", "made_store", "store_dir"]
 
 
 @pytest.fixture

@@ -104,6 +104,7 @@ INPUTS = [
     (("--prompts", "bad.jsonl"), b"bad.jsonl:2: not JSON"),
     (("--prompts", "unknown.jsonl"), b"unknown.jsonl:1: unknown field 'salty'"),
     (("--prompts", "negative.jsonl"), b"negative.jsonl:1: "),
+    (("--prompts", "half.jsonl"), rb"half.jsonl:1: \ud800 is half of a surrogate pair"),
     (("--prompts", "two.jsonl"), b"two.jsonl:1: expected an object with one of"),
     (("--prompts", "prompts.jsonl", "--no-such-option"), b"No such option"),
     (("--prompts", "prompts.jsonl", "--chunk-tokens", "0"), b"--chunk-tokens"),
@@ -120,6 +121,7 @@ def test_wrong_input_is_exit_2(
         "bad.jsonl": b'{"tokens": [1]}\n{"tokens": [1',
         "unknown.jsonl": b'{"tokens": [1], "salty": "x"}',
         "negative.jsonl": b'{"tokens": [-1]}',
+        "half.jsonl": rb'{"prompt": "a\ud800"}',
         "two.jsonl": b'{"tokens": [1], "prompt": "x"}',
     }.items():
         (scene.folder / name).write_bytes(content)

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from lmcache_cli.integration.errors import GeometryMismatch, UnsupportedModel
+from lmcache_cli.integration.errors import GeometryMismatch, ModelError, UnsupportedModel
 from lmcache_cli.integration.producer import BufferSource, Document, ProducedChunk, TokenIds
 from lmcache_cli.integration.transformers.kv_cache import TORCH_DTYPES, CacheShape, RoomyCache
 from lmcache_format.identity import Identity
@@ -110,13 +110,15 @@ class TransformersEngine:
         return RoomyCache(self._shape, num_rows, capacity, self._model.device)
 
     def prefill(self, documents: Sequence[Document], buffers: BufferSource) -> Iterator[ProducedChunk]:
-        """See `Producer.prefill`. Memory: the longest document's KV times the number of documents.
+        """See `Producer.prefill`; raises `ModelError` for token ids that the model does not have. Memory: the longest
+        document's KV times the number of documents.
 
         Documents are padded on the right. Causal attention never looks there, so that no mask is needed, and rows of
         documents that ended are left out of the next piece.
         """
         if not documents:
             return
+        self._check_tokens(documents)
         start = _common_start(documents)
         # Longest first: those that go on are always the first rows of the batch.
         order = sorted(range(len(documents)), key=lambda index: -len(documents[index].tokens))
@@ -165,6 +167,17 @@ class TransformersEngine:
             if stop_at_eos and token in self.eos_tokens:
                 return
             tokens = np.array([token], dtype=np.uint32)
+
+    def _check_tokens(self, documents: Sequence[Document]) -> None:
+        num_known = int(self._model.get_input_embeddings().num_embeddings)
+        for document in documents:
+            unknown = np.flatnonzero(document.tokens >= num_known)
+            if len(unknown):
+                at = int(unknown[0])
+                raise ModelError(
+                    f"token id {document.tokens[at]} at position {at} is none of the model's {num_known}; "
+                    "was the prompt encoded for another model?"
+                )
 
     def _piece_ends(self, start: int, stop: int) -> Iterator[int]:
         while start < stop:

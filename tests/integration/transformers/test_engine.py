@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmcache_cli.integration.errors import GeometryMismatch
+from lmcache_cli.integration.errors import GeometryMismatch, ModelError
 from lmcache_cli.integration.producer import Document, KnownChunk, ProducedChunk, TokenIds
 from lmcache_cli.integration.transformers.model_identity import identify
 from lmcache_format.geometry import part_tensors, whole_part
@@ -142,6 +142,12 @@ def test_documents_that_know_unequally_much_are_no_batch(engine: Any) -> None:
         list(engine.prefill([Document(tokens_of(8), known), Document(tokens_of(8))], fresh_buffer))
     with pytest.raises(ValueError, match="knows the KV of 4"):
         list(engine.prefill([Document(tokens_of(3), known)], fresh_buffer))
+
+
+def test_ids_that_the_model_does_not_have_are_refused_by_place(engine: Any) -> None:
+    wrong = np.array([3, 4, 63, 64], np.uint32)
+    with pytest.raises(ModelError, match="token id 64 at position 3 is none of the model's 64"):
+        list(engine.prefill([Document(wrong)], fresh_buffer))
 
 
 SLIDING = {
