@@ -82,10 +82,10 @@ class CloudBackend:
         )
 
     def read(self, name: str, *, offset: int = 0, length: int | None = None) -> bytes:
-        return self._run(self._read(check_name(name), offset, length), name, length or 0)
+        return self._call(self._read(check_name(name), offset, length), name, length or 0)
 
     def open_read(self, name: str) -> CloudReadHandle:
-        size, version, first = self._run(self._open(check_name(name)), name)
+        size, version, first = self._call(self._open(check_name(name)), name)
         with self._lock:
             self._open_handles += 1
 
@@ -99,11 +99,11 @@ class CloudBackend:
     ) -> ObjectInfo:
         """One request with the whole object and its CRC32C, which the service checks. Objects are always durable."""
         body = Body(parts)
-        remote = self._run(self._put(check_name(name), body, if_absent), name, body.size_bytes)
+        remote = self._call(self._put(check_name(name), body, if_absent), name, body.size_bytes)
         return _info(name, remote)
 
     def stat(self, name: str) -> ObjectInfo | None:
-        remote = self._run(self.service.head(check_name(name)), name)
+        remote = self._call(self.service.head(check_name(name)), name)
         return None if remote is None else _info(name, remote)
 
     def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
@@ -111,7 +111,7 @@ class CloudBackend:
         below = f"{check_prefix(prefix)}/" if prefix else ""
         token: str | None = None
         while True:
-            page = self._run(self.service.list_page(below, deep=recursive, token=token), prefix or "/")
+            page = self._call(self.service.list_page(below, deep=recursive, token=token), prefix or "/")
             for name, remote in page.objects:
                 if name and not name.endswith("/"):  # otherwise an empty object that stands for a folder
                     yield _info(name, remote)
@@ -124,15 +124,15 @@ class CloudBackend:
             token = page.next_token
 
     def delete(self, name: str, *, version: str | None) -> bool:
-        return self._run(self._delete(check_name(name), version), name)
+        return self._call(self._delete(check_name(name), version), name)
 
     def move(self, name: str, to: str) -> None:
         """Copy, compare, delete that version: not atomic, but at every moment one of the two names is there."""
-        self._run(self._move(check_name(name), check_name(to)), name)
+        self._call(self._move(check_name(name), check_name(to)), name)
 
     def now_ms(self) -> int:
         """One request; whole seconds."""
-        return self._run(self.service.now_ms(), "the store's clock")
+        return self._call(self.service.now_ms(), "the store's clock")
 
     def sync_names(self) -> None:
         return None
@@ -163,6 +163,11 @@ class CloudBackend:
 
     def _disconnect(self) -> None:
         self._run(self.service.close(), "the connection")
+
+    def _call(self, work: Coroutine[Any, Any, T], name: str, size_bytes: int = 0) -> T:
+        """A call that is none of an open handle's: who makes it after `close` opens the back-end again."""
+        self._closing = False
+        return self._run(work, name, size_bytes)
 
     def _run(self, work: Coroutine[Any, Any, T], name: str, size_bytes: int = 0) -> T:
         return run(work, limit_s=self._deadlines.limit_s(size_bytes), what=f"{name} in {self.url}")
