@@ -1,52 +1,86 @@
-"""Prune: plan, mark, and sweep what earlier runs marked (SPEC §12.3).
+"""Prune: plan, and mark what is to go (SPEC §12.3); `sweep` deletes later what was marked.
 
 A plan changes nothing. Marking takes shards out of the index, naming the write (nonce) and the object's version;
-readers miss them from then on, writers write anew. Sweeping deletes, after a grace time on the store's own clock,
-exactly the versions that were marked. Any process may sweep; one that dies leaves marks, never half a deletion.
+readers miss them from then on, writers write anew. What is marked is chosen again on the index as it is then, and of
+that only what the plan had: what was written, used or pinned since the plan was made stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from functools import partial
+from enum import IntEnum
+from fnmatch import fnmatchcase
 
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_cli.backends import Backend, BackendError, Durability, NotFound, VersionChanged
-from lmcache_format.errors import BadName, FormatError
-from lmcache_format.geometry import Part, whole_part
-from lmcache_format.identity import Fingerprint
-from lmcache_format.names import ShardName, chunks_directory, new_writer_id
-from lmcache_format.segment import RemoveFlags, RemoveReason
+from lmcache_cli.backends import Backend
+from lmcache_format.geometry import whole_part
+from lmcache_format.identity import Fingerprint, Identity
+from lmcache_format.keys import ChunkKey, root_key
+from lmcache_format.segment import RemoveReason
 from lmcache_format.superblock import Operation
 
-from .chunk_table import ChunkTable, chunk_table
-from .errors import IncompleteListing
+from .chunk_table import Bools, ChunkTable, Ints, chunk_table
+from .clocks import MAX_SKEW_MS, checked_now_ms
 from .index import Index
-from .manifest import DAY_MS, DEFAULT_GRACE_MS, Pending, Remove, segment_of_pending
-from .namespace import is_lossless_label
+from .manifest import DAY_MS, DEFAULT_GRACE_MS, Remove
 from .objects import chosen_namespaces, find_identity
-from .reading import read_header
-from .state import Entry
+from .places import FoundObject, SlotName, refuse_mostly_absent, slot_of
+from .places import find_objects as find_objects
+from .state import Entry, State
 from .store import Store
-from .victims import Candidates, choose_excess, choose_old, find_chunks, superseded_rows
+from .sweep import Advance, due, marked, write_removes
+from .victims import (
+    Candidates,
+    choose_excess,
+    choose_old,
+    choose_prompt,
+    find_chunks,
+    pinned_chunks,
+    sizes_without,
+    superseded_rows,
+    under_root,
+)
 
-Rows = npt.NDArray[np.int64]
-_ONE_BY_ONE = 2048
-"""Up to so many shards are looked up in their own directories; for more, everything is listed once."""
+_MARKS_A_SEGMENT = 65_536
 
-Advance = Callable[[int, int], None]
+
+class Rule(IntEnum):
+    """What chose a chunk; where several did, the first."""
+
+    NONE = 0
+    PROMPT = 1
+    KEY = 2
+    EVERYTHING = 3
+    STALE_MODEL = 4
+    AGE = 5
+    LIMIT = 6
+    SUPERSEDED = 7
+
+    @property
+    def text(self) -> str:
+        """As people read it."""
+        return self.name.lower().replace("_", " ")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptChunks:
+    """A prompt whose own chunks are to go. `words`: token ids, u32 `[T]`."""
+
+    root: ChunkKey
+    words: npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
 class PruneRules:
-    """What is to go. Ages in ms; limits are on what is left of all namespaces chosen. Nothing set: nothing goes.
+    """What is to go: the union of what the rules choose within the scope. Nothing set: nothing goes.
 
-    `key`: chunks whose key begins so, with all after them. `everything`: the whole of the namespaces chosen.
+    Ages in ms; `older_than_ms` and `unused_for_ms` together mean both. Limits are on what is left of the scope. `key`:
+    chunks whose key begins so, with all after them. `everything`: all of the scope. The scope is the whole store unless
+    `namespaces`, `models` (a shell pattern) or `salt` (the chunks of that tenant) narrow it. `max_delete_bytes` bounds
+    what one run takes.
     """
 
     older_than_ms: int | None = None
@@ -54,407 +88,475 @@ class PruneRules:
     max_bytes: int | None = None
     max_chunks: int | None = None
     superseded: bool = False
+    stale_models: bool = False
     key: str | None = None
+    prompt: PromptChunks | None = None
     everything: bool = False
     namespaces: tuple[Fingerprint, ...] | None = None
-    stale_models: bool = False
+    models: str | None = None
+    salt: str | None = None
+    max_delete_bytes: int | None = None
+
+    @property
+    def has_rule(self) -> bool:
+        """True where anything besides the scope is given."""
+        given = (self.older_than_ms, self.unused_for_ms, self.max_bytes, self.max_chunks, self.key, self.prompt)
+        return any(one is not None for one in given) or self.superseded or self.stale_models or self.everything
+
+    @property
+    def has_age(self) -> bool:
+        """True where age or last use decide."""
+        return self.older_than_ms is not None or self.unused_for_ms is not None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NamespacePlan:
+    """The victims of one namespace: rows of the index's state, such that every beginning of them is closed downwards.
+
+    `rules[i]` is what chose row `rows[i]`, `last_used_ms[i]` when its chunk was used.
+    """
+
+    identity: Identity
+    index: Index
+    candidates: Candidates
+    rows: Ints
+    rules: Ints
+    last_used_ms: Ints
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Of the namespace."""
+        return self.identity.fingerprint
+
+    @property
+    def sizes(self) -> Ints:
+        """Bytes of every victim."""
+        sizes: Ints = self.index.state.adds["size_bytes"][self.rows].astype(np.int64)
+        return sizes
+
+    @property
+    def nonces(self) -> npt.NDArray[np.uint64]:
+        """Which writes go."""
+        nonces: npt.NDArray[np.uint64] = self.index.state.adds["nonce"][self.rows]
+        return nonces
 
 
 @dataclass(frozen=True, slots=True)
-class Victim:
-    """One shard of a plan. `rule` says what chose it."""
+class VictimGroup:
+    """What one rule takes of one namespace."""
 
     namespace: Fingerprint
-    entry: Entry
+    model: str
     rule: str
+    num_chunks: int
+    num_shards: int
+    size_bytes: int
+    first_used_ms: int
+    last_used_ms: int
 
 
 @dataclass(slots=True)
 class PrunePlan:
-    """What a prune would mark now, and what it would sweep of earlier marks. `unreadable` namespaces are left alone."""
+    """What a prune would mark now, and what earlier ones marked. `unreadable` namespaces are left alone.
 
-    victims: list[Victim] = field(default_factory=list)
+    `num_left_out` shards of `left_out_bytes` are beyond what one run may take. `excess_bytes` and `excess_chunks` are
+    by how much the limits are missed all the same, because of pins.
+    """
+
+    rules: PruneRules
+    namespaces: list[NamespacePlan] = field(default_factory=list)
     kept_bytes: int = 0
-    kept_shards: int = 0
+    kept_chunks: int = 0
     num_pinned: int = 0
-    awaiting_sweep: int = 0
-    due_for_sweep: int = 0
+    num_left_out: int = 0
+    left_out_bytes: int = 0
+    excess_bytes: int = 0
+    excess_chunks: int = 0
+    num_marked: int = 0
+    num_due: int = 0
     unreadable: list[tuple[Fingerprint, str]] = field(default_factory=list)
-    indexes: dict[Fingerprint, Index] = field(default_factory=dict)
+
+    @property
+    def num_shards(self) -> int:
+        """Shards that would go."""
+        return sum(len(one.rows) for one in self.namespaces)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all victims."""
-        return sum(victim.entry.size_bytes for victim in self.victims)
+        """Their bytes."""
+        return sum(int(one.sizes.sum()) for one in self.namespaces)
 
     @property
     def num_chunks(self) -> int:
         """Chunks of which anything would go."""
-        return len({(victim.namespace, victim.entry.key) for victim in self.victims})
+        return sum(len(np.unique(_chunk_numbers(one.candidates.family.table)[one.rows])) for one in self.namespaces)
+
+    def groups(self) -> Iterator[VictimGroup]:
+        """The victims by namespace and rule."""
+        for one in self.namespaces:
+            chunks = _chunk_numbers(one.candidates.family.table)[one.rows]
+            for rule in np.unique(one.rules).tolist():
+                here = one.rules == rule
+                yield VictimGroup(
+                    one.fingerprint,
+                    one.identity.model,
+                    Rule(rule).text,
+                    len(np.unique(chunks[here])),
+                    int(here.sum()),
+                    int(one.sizes[here].sum()),
+                    int(one.last_used_ms[here].min()),
+                    int(one.last_used_ms[here].max()),
+                )
 
 
 @dataclass(slots=True)
-class PruneResult:
-    """What was done. `num_changed` objects were found rewritten since they were marked, and stay."""
+class MarkResult:
+    """What was marked. `num_spared` shards of the plan stay: written, used or pinned since, or young on the store's own
+    clock although their writer dated them otherwise."""
 
     num_marked: int = 0
     marked_bytes: int = 0
-    num_swept: int = 0
-    swept_bytes: int = 0
-    num_gone: int = 0
-    num_changed: int = 0
-    failures: list[tuple[str, str]] = field(default_factory=list)
-
-    def count(self, outcome: Outcome) -> None:
-        """Add what became of one marked object."""
-        match outcome.fate:
-            case Fate.DELETED:
-                self.num_swept += 1
-                self.swept_bytes += outcome.size_bytes
-            case Fate.GONE:
-                self.num_gone += 1
-            case Fate.CHANGED:
-                self.num_changed += 1
-            case Fate.UNKNOWN:
-                self.failures.append((outcome.path, outcome.reason))
+    num_spared: int = 0
+    marked_ms: int = 0
 
 
-class Fate(Enum):
-    """What became of an object that was to be swept. Of an unknown one nothing may be concluded: its mark stays."""
+def plan_prune(
+    store: Store, rules: PruneRules, *, grace_ms: int = DEFAULT_GRACE_MS, host_ms: int | None = None
+) -> PrunePlan:
+    """Choose the victims. Reads the indexes alone; `host_ms` is this machine's clock (None: ask it).
 
-    DELETED = "deleted"
-    GONE = "gone"
-    CHANGED = "changed"
-    UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One object of a sweep."""
-
-    fate: Fate
-    size_bytes: int = 0
-    path: str = ""
-    reason: str = ""
-
-
-def plan_prune(store: Store, rules: PruneRules, *, grace_ms: int = DEFAULT_GRACE_MS) -> PrunePlan:
-    """Choose the victims. Reads the index alone. Raises `StoreTooNew`, `BackendError`."""
+    Raises `Refused` where the clocks disagree, `StoreTooNew`, `BackendError`.
+    """
     store.check(Operation.PRUNE)
-    now_ms = store.backend.now_ms()
-    plan = PrunePlan()
-    chosen = _open_namespaces(store, rules, plan, now_ms)
-    marks = _choose(chosen, rules, now_ms)
-    for one, mark in zip(chosen, marks, strict=True):
-        chunk_rows = np.repeat(mark, one.table.stops - one.table.starts)
-        dispensable = superseded_rows(one.table, one.is_lossless) if rules.superseded else np.zeros_like(chunk_rows)
-        dispensable &= ~np.repeat(one.candidates.is_kept & ~one.table.is_whole, one.table.stops - one.table.starts)
-        for row in np.flatnonzero(chunk_rows | dispensable):
-            rule = one.rule if chunk_rows[row] else "superseded"
-            plan.victims.append(Victim(one.fingerprint, one.table.state.entry(int(row)), rule))
-        gone = chunk_rows | dispensable
-        plan.kept_shards += int((~gone).sum())
-        plan.kept_bytes += int(one.table.state.adds["size_bytes"][~gone].sum())
-        plan.num_pinned += int(one.candidates.is_kept.sum())
-        waiting, due = _marks(one.table, now_ms - grace_ms)
-        plan.awaiting_sweep += waiting
-        plan.due_for_sweep += due
+    now_ms = checked_now_ms(store.backend, host_ms)
+    plan = PrunePlan(rules)
+    opened = list(_open_namespaces(store, rules, plan, now_ms, now_ms - grace_ms))
+    chosen = _choose(opened, rules, now_ms)
+    _summarise(plan, opened, chosen)
+    plan.namespaces = [_in_order(one, rows, codes) for one, (rows, codes) in zip(opened, chosen, strict=True)]
+    if rules.max_delete_bytes is not None:
+        _cut(plan, rules.max_delete_bytes)
+    plan.namespaces = [one for one in plan.namespaces if len(one.rows)]
     return plan
 
 
 def mark(
-    store: Store, plan: PrunePlan, *, max_bytes: int | None = None, advance: Advance = lambda n, size: None
-) -> PruneResult:
-    """Take the victims out of the index, deepest first, at most `max_bytes` of them.
-
-    Raises `IncompleteListing` where the store's listing leaves out what is there, and `Unavailable` where a victim's
-    version cannot be known: nothing is marked then.
-    """
-    store.check(Operation.PRUNE)
-    result = PruneResult()
-    ordered = sorted(plan.victims, key=lambda victim: -victim.entry.depth)
-    taken = list(_within(ordered, max_bytes))
-    now_ms = store.backend.now_ms()
-    for fingerprint in {victim.namespace for victim in taken}:
-        entries = [victim.entry for victim in taken if victim.namespace == fingerprint]
-        rules = {victim.entry.nonce: victim.rule for victim in taken if victim.namespace == fingerprint}
-        found = find_objects(store.backend, fingerprint, entries)
-        removes = [
-            Remove(
-                entry,
-                _reason(rules[entry.nonce]) if entry.nonce in found else RemoveReason.MISSING,
-                now_ms,
-                found[entry.nonce].version if entry.nonce in found else None,
-                is_swept=entry.nonce not in found,
-            )
-            for entry in entries
-        ]
-        _write(store, plan.indexes[fingerprint], fingerprint, removes)
-        result.num_marked += len(removes)
-        result.marked_bytes += sum(entry.size_bytes for entry in entries)
-        for entry in entries:
-            advance(1, entry.size_bytes)
-    return result
-
-
-def sweep(
     store: Store,
+    plan: PrunePlan,
     *,
-    grace_ms: int = DEFAULT_GRACE_MS,
-    namespaces: Sequence[Fingerprint] | None = None,
-    threads: int = 4,
-    result: PruneResult | None = None,
-    advance: Advance = lambda n, size: None,
-) -> PruneResult:
-    """Delete what was marked at least `grace_ms` ago, each object only in the version that was marked.
+    host_ms: int | None = None,
+    advance: Advance = lambda num_shards, num_bytes: None,
+    result: MarkResult | None = None,
+) -> MarkResult:
+    """Take the victims out of the index; `result` is counted up as it goes.
 
-    An object that cannot be reached is told in `failures` and stays marked. Raises `BackendError` where the index or a
-    listing cannot be read.
+    Raises `IncompleteListing` where the store's listing leaves out what is there, `BackendError` where something cannot
+    be known, and what `plan_prune` raises; where that happens before the first mark, nothing was changed.
     """
-    store.check(Operation.PRUNE)
-    done = result or PruneResult()
-    now_ms = store.backend.now_ms()
-    for found in chosen_namespaces(store, None):
-        if namespaces is not None and found not in namespaces:
-            continue
-        index = Index(store.backend, found)
-        due = list(_due(index, now_ms - grace_ms))
-        if not due:
-            continue
-        places = find_objects(store.backend, found, [gone.entry for gone in due])
-        with ThreadPoolExecutor(threads) as pool:
-            outcomes = list(pool.map(partial(_delete, store.backend, places), due))
-        for outcome in outcomes:
-            done.count(outcome)
-            advance(1, outcome.size_bytes)
-        swept = [gone for gone, outcome in zip(due, outcomes, strict=True) if outcome.fate is not Fate.UNKNOWN]
-        _write(store, index, found, [_as_swept(gone) for gone in swept])
+    done = MarkResult() if result is None else result
+    fresh = {one.fingerprint: one for one in plan_prune(store, plan.rules, host_ms=host_ms).namespaces}
+    prepared = []
+    for planned in plan.namespaces:
+        now = fresh.get(planned.fingerprint)
+        one = None if now is None else _prepared(store.backend, now, planned, plan.rules)
+        done.num_spared += len(planned.rows) - (0 if one is None else len(one.rows))
+        if one is not None:
+            prepared.append(one)
+    for one in prepared:
+        _mark_rows(store.backend, one, done, advance)
     return done
 
 
-@dataclass(frozen=True, slots=True)
-class FoundObject:
-    """Where a shard of the index lies, and in which version."""
-
-    path: str
-    version: str
-    size_bytes: int
-
-
-def find_objects(backend: Backend, fingerprint: Fingerprint, entries: Sequence[Entry]) -> dict[str, FoundObject]:
-    """The objects of index entries, by nonce; absent ones are surely absent.
-
-    The index keeps half of a key, so names come from listings. Raises `IncompleteListing` where a listing leaves out an
-    object that is there, `Unavailable` where that cannot be known.
-    """
-    wanted = {(entry.key, entry.part, entry.encoding): entry.nonce for entry in entries}
-    found: dict[str, FoundObject] = {}
-    listings = _directories(fingerprint, entries) if len(entries) <= _ONE_BY_ONE else [chunks_directory(fingerprint)]
-    for directory in listings:
-        for info in backend.list(directory, recursive=len(entries) > _ONE_BY_ONE):
-            if info.is_prefix:
-                continue
-            try:
-                name = ShardName.parse(info.name)
-            except BadName:
-                continue
-            nonce = wanted.get((name.key[:16], name.part, name.encoding))
-            if nonce is not None:
-                found[nonce] = FoundObject(info.name, info.version, info.size_bytes)
-    if len(entries) > _ONE_BY_ONE and len(found) < len(entries):
-        _refuse_partial_listing(backend, fingerprint, [entry for entry in entries if entry.nonce not in found])
-    return found
-
-
-def _refuse_partial_listing(backend: Backend, fingerprint: Fingerprint, absent: Sequence[Entry]) -> None:
-    """Look again, in its own directory, for a sample of what a long listing did not have."""
-    step = max(1, len(absent) // 256)
-    sample = absent[::step]
-    again = find_objects(backend, fingerprint, sample)
-    if again:
-        raise IncompleteListing(
-            f"a listing of {chunks_directory(fingerprint)} left out at least {len(again)} of {len(absent)} shards that"
-            " are there; nothing was done",
-            next_step="run it again; if it stays so, the back-end's listing cannot be trusted",
-        )
+# ---- plan -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Namespace:
-    fingerprint: Fingerprint
+class _Opened:
+    identity: Identity
+    index: Index
     table: ChunkTable
     candidates: Candidates
-    is_lossless: tuple[bool, ...]
-    rule: str
+    num_pinned: int
 
 
-def _open_namespaces(store: Store, rules: PruneRules, plan: PrunePlan, now_ms: int) -> list[_Namespace]:
-    opened = []
-    stale = _stale_models(store) if rules.stale_models else None
-    for fingerprint in chosen_namespaces(store, None):
+def _open_namespaces(store: Store, rules: PruneRules, plan: PrunePlan, now_ms: int, due_ms: int) -> Iterator[_Opened]:
+    everything = {fingerprint: find_identity(store, fingerprint) for fingerprint in chosen_namespaces(store, None)}
+    indexes = {fingerprint: Index(store.backend, fingerprint) for fingerprint in everything}
+    known = {name: found.identity for name, found in everything.items() if found.identity is not None}
+    stale = _stale_models(known, indexes, now_ms) if rules.stale_models else None
+    for fingerprint, found in everything.items():
+        index = indexes[fingerprint]
+        plan.num_marked += int(marked(index.state).sum())
+        plan.num_due += int(due(index.state, due_ms).sum())
         if rules.namespaces is not None and fingerprint not in rules.namespaces:
             continue
-        if stale is not None and fingerprint not in stale:
+        problem = found.problem or _index_problem(index)
+        if found.identity is None or problem:
+            plan.unreadable.append((fingerprint, problem or "its identity cannot be read"))
             continue
-        found = find_identity(store, fingerprint)
-        if found.identity is None:
-            plan.unreadable.append((fingerprint, found.problem or "its identity cannot be read"))
+        if rules.models is not None and not fnmatchcase(found.identity.model, rules.models):
             continue
-        index = Index(store.backend, fingerprint)
-        if index.problems and any(not problem.is_newer for problem in index.problems):
-            plan.unreadable.append(
-                (fingerprint, f"its index is damaged ({index.problems[0].path}); run: lmcache repair")
-            )
-            continue
-        if index.problems:
-            plan.unreadable.append((fingerprint, f"its index is of a newer release ({index.problems[0].path})"))
-            continue
-        plan.indexes[fingerprint] = index
         table = chunk_table(index.state, whole_part(found.identity))
-        lossless = tuple(map(is_lossless_label, index.state.encodings))
-        opened.append(_Namespace(fingerprint, table, Candidates.of(table, now_ms), lossless, _rule_text(rules)))
-    return opened
+        candidates = Candidates.of(table, now_ms)
+        if stale is not None and fingerprint not in stale:
+            candidates = candidates.within(np.zeros(len(table), np.bool_))
+        if rules.salt is not None:
+            candidates = candidates.within(under_root(candidates.family, root_key(fingerprint, rules.salt)))
+        num_pinned = int(candidates.family.with_ancestors(pinned_chunks(table, now_ms)).sum())
+        yield _Opened(found.identity, index, table, candidates, num_pinned)
 
 
-def _stale_models(store: Store) -> set[Fingerprint]:
-    """Namespaces whose model has another namespace, of the same name, dtype and chunk size, that was used later."""
-    latest: dict[tuple[object, ...], tuple[int, Fingerprint]] = {}
-    everyone: dict[Fingerprint, tuple[object, ...]] = {}
-    for fingerprint in chosen_namespaces(store, None):
-        identity = find_identity(store, fingerprint).identity
-        if identity is None:
+def _index_problem(index: Index) -> str:
+    """Why the index does not tell all there is: pins or adds may be in what cannot be read."""
+    for problem in index.problems:
+        if problem.is_newer:
+            return f"its index is of a newer release ({problem.path})"
+        return f"its index is damaged ({problem.path}); run: lmcache repair"
+    return ""
+
+
+def _stale_models(
+    known: dict[Fingerprint, Identity], indexes: dict[Fingerprint, Index], now_ms: int
+) -> set[Fingerprint]:
+    """Namespaces beside which there is one of the same model with other weights that was written to later, and used on
+    a later day."""
+    kinds: dict[tuple[object, ...], list[tuple[Fingerprint, str, int, int]]] = {}
+    for fingerprint, identity in known.items():
+        state = indexes[fingerprint].state
+        if not len(state):
             continue
-        kind = (identity.model, identity.adapter, identity.dtype, identity.chunk_tokens)
-        state = Index(store.backend, fingerprint).state
-        used = max(int(state.touches["day"].max(initial=0)), int(state.adds["created_ms"].max(initial=0)) // DAY_MS)
-        everyone[fingerprint] = kind
-        latest[kind] = max(latest.get(kind, (-1, fingerprint)), (used, fingerprint))
-    return {fingerprint for fingerprint, kind in everyone.items() if latest[kind][1] != fingerprint}
+        written_ms = min(int(state.adds["created_ms"].max()), now_ms)
+        used_day = min(max(int(state.touches["day"].max(initial=0)), written_ms // DAY_MS), now_ms // DAY_MS)
+        kind = (identity.model, identity.adapter, identity.dtype, identity.scale, identity.chunk_tokens)
+        kinds.setdefault(kind, []).append((fingerprint, identity.weights, written_ms, used_day))
+    return {
+        fingerprint
+        for same in kinds.values()
+        for fingerprint, weights, written_ms, used_day in same
+        if any(
+            other_weights != weights and other_ms > written_ms and other_day > used_day
+            for _, other_weights, other_ms, other_day in same
+        )
+    }
 
 
-def _choose(namespaces: Sequence[_Namespace], rules: PruneRules, now_ms: int) -> list[npt.NDArray[np.bool_]]:
-    chosen = []
-    for one in namespaces:
-        kept = one.candidates.is_kept
-        mark = np.zeros(len(one.table), np.bool_)
-        if rules.everything or rules.stale_models:
-            mark |= ~kept
-        if rules.key is not None:
-            mark |= one.candidates.family.with_descendants(find_chunks(one.table.state, one.table, rules.key)) & ~kept
-        if rules.older_than_ms is not None or rules.unused_for_ms is not None:
-            mark |= choose_old(
-                one.candidates,
-                created_before_ms=None if rules.older_than_ms is None else now_ms - rules.older_than_ms,
-                used_before_ms=None if rules.unused_for_ms is None else now_ms - rules.unused_for_ms,
-            )
-        chosen.append(mark)
-    if rules.max_bytes is None and rules.max_chunks is None:
-        return chosen
-    return choose_excess(
-        [one.candidates for one in namespaces], chosen, max_bytes=rules.max_bytes, max_chunks=rules.max_chunks
+def _choose(opened: Sequence[_Opened], rules: PruneRules, now_ms: int) -> list[tuple[Bools, Ints]]:
+    """For every namespace which rows go, and the rule of each."""
+    codes = [_rule_codes(one, rules, now_ms) for one in opened]
+    chosen = [code > Rule.NONE for code in codes]
+    extra = [_superseded(one, rules, gone) for one, gone in zip(opened, chosen, strict=True)]
+    if rules.max_bytes is not None or rules.max_chunks is not None:
+        more = choose_excess(
+            [one.candidates for one in opened],
+            chosen,
+            max_bytes=rules.max_bytes,
+            max_chunks=rules.max_chunks,
+            sizes=[sizes_without(one.table, rows) for one, rows in zip(opened, extra, strict=True)],
+        )
+        for code, gone in zip(codes, more, strict=True):
+            code[gone & (code == Rule.NONE)] = Rule.LIMIT
+    result = []
+    for one, code, rows in zip(opened, codes, extra, strict=True):
+        by_row = code[_chunk_numbers(one.table)]
+        by_row[rows & (by_row == Rule.NONE)] = Rule.SUPERSEDED
+        result.append((by_row > Rule.NONE, by_row))
+    return result
+
+
+def _rule_codes(one: _Opened, rules: PruneRules, now_ms: int) -> Ints:
+    candidates, codes = one.candidates, np.zeros(len(one.table), np.int64)
+    free = ~candidates.is_kept
+
+    def take(rule: Rule, chosen: Bools) -> None:
+        codes[chosen & free & (codes == Rule.NONE)] = rule
+
+    if rules.prompt is not None:
+        words = rules.prompt.words
+        take(Rule.PROMPT, choose_prompt(candidates, rules.prompt.root, words, one.identity.chunk_tokens))
+    if rules.key is not None:
+        found = find_chunks(one.table.state, one.table, rules.key)
+        take(Rule.KEY, candidates.family.with_descendants(found))
+    if rules.everything:
+        take(Rule.EVERYTHING, free)
+    if rules.stale_models:
+        take(Rule.STALE_MODEL, free)
+    if rules.has_age:
+        old = choose_old(
+            candidates,
+            created_before_ms=None if rules.older_than_ms is None else now_ms - rules.older_than_ms,
+            used_before_ms=None if rules.unused_for_ms is None else now_ms - rules.unused_for_ms,
+        )
+        take(Rule.AGE, old)
+    return codes
+
+
+def _superseded(one: _Opened, rules: PruneRules, gone: Bools) -> Bools:
+    """Rows that go although their chunk, or its beginning, stays. A pinned tail stays as well, and of a pinned chunk
+    with a part missing everything."""
+    if not rules.superseded:
+        return np.zeros(len(one.table.state), np.bool_)
+    table, candidates = one.table, one.candidates
+    rows = superseded_rows(table, one.identity.chunk_tokens)
+    needed = candidates.is_kept & (~table.is_whole | (table.num_tokens < one.identity.chunk_tokens))
+    stays = needed | ~candidates.is_counted | gone
+    return rows & ~stays[_chunk_numbers(table)]
+
+
+def _summarise(plan: PrunePlan, opened: Sequence[_Opened], chosen: Sequence[tuple[Bools, Ints]]) -> None:
+    for one, (rows, _) in zip(opened, chosen, strict=True):
+        counted = one.candidates.is_counted
+        left = np.zeros(len(one.table), np.bool_)
+        numbers = _chunk_numbers(one.table)
+        left[numbers[~rows]] = True
+        plan.kept_chunks += int((left & counted).sum())
+        plan.kept_bytes += int(one.table.state.adds["size_bytes"][~rows & counted[numbers]].sum())
+        plan.num_pinned += one.num_pinned
+    rules = plan.rules
+    plan.excess_bytes = 0 if rules.max_bytes is None else max(0, plan.kept_bytes - rules.max_bytes)
+    plan.excess_chunks = 0 if rules.max_chunks is None else max(0, plan.kept_chunks - rules.max_chunks)
+
+
+def _in_order(one: _Opened, chosen: Bools, codes: Ints) -> NamespacePlan:
+    """The chosen rows, those of the chunk used longest ago first, children before parents."""
+    numbers = _chunk_numbers(one.table)
+    place = np.empty(len(one.table), np.int64)
+    place[one.candidates.order] = np.arange(len(one.table))
+    rows = np.flatnonzero(chosen)
+    rows = rows[np.argsort(place[numbers[rows]], kind="stable")]
+    used = one.candidates.last_used_ms[numbers[rows]]
+    return NamespacePlan(one.identity, one.index, one.candidates, rows, codes[rows], used)
+
+
+def _cut(plan: PrunePlan, max_bytes: int) -> None:
+    """Leave only so much of the plan as fits, whole chunks, those used longest ago over all namespaces."""
+    used = np.concatenate([one.last_used_ms for one in plan.namespaces] or [np.zeros(0, np.int64)])
+    place = np.concatenate([np.arange(len(one.rows)) for one in plan.namespaces] or [used])
+    sizes = np.concatenate([one.sizes for one in plan.namespaces] or [used])
+    origin = np.repeat(np.arange(len(plan.namespaces)), [len(one.rows) for one in plan.namespaces])
+    order = np.lexsort((place, origin, used))
+    fits = np.zeros(len(order), np.bool_)
+    fits[order] = np.cumsum(sizes[order]) <= max_bytes
+    for number, one in enumerate(plan.namespaces):
+        here = fits[origin == number]
+        chunks = _chunk_numbers(one.candidates.family.table)[one.rows]
+        here &= ~np.isin(chunks, chunks[~here])
+        plan.num_left_out += int((~here).sum())
+        plan.left_out_bytes += int(one.sizes[~here].sum())
+        plan.namespaces[number] = NamespacePlan(
+            one.identity, one.index, one.candidates, one.rows[here], one.rules[here], one.last_used_ms[here]
+        )
+
+
+# ---- mark -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prepared:
+    """Rows to be marked, and where their shards lie."""
+
+    plan: NamespacePlan
+    rows: Ints
+    places: dict[SlotName, FoundObject]
+
+
+def _prepared(backend: Backend, now: NamespacePlan, planned: NamespacePlan, rules: PruneRules) -> _Prepared | None:
+    """What of the plan would be chosen again on the index as it is now, closed downwards, with its places."""
+    again = np.isin(now.nonces, planned.nonces)
+    rows = _closed_rows(now, now.rows[again], now.rules[again])
+    if not len(rows):
+        return None
+    entries = [now.index.state.entry(int(row)) for row in rows]
+    places = find_objects(backend, now.fingerprint, entries, num_listed=len(now.index.state))
+    refuse_mostly_absent(now.fingerprint, len(entries) - len(places), len(entries))
+    rows = _without_young(now, rows, entries, places, rules, backend.now_ms())
+    return _Prepared(now, rows, places)
+
+
+def _closed_rows(plan: NamespacePlan, rows: Ints, rules: Ints) -> Ints:
+    """Rows without those of chunks that have one after them that stays; superseded rows concern no other chunk."""
+    table = plan.candidates.family.table
+    numbers = _chunk_numbers(table)
+    whole = rules != Rule.SUPERSEDED
+    gone = np.bincount(numbers[rows[whole]], minlength=len(table)) == table.stops - table.starts
+    gone = plan.candidates.family.closed(gone)
+    result: Ints = rows[~whole | gone[numbers[rows]]]
+    return result
+
+
+def _without_young(
+    plan: NamespacePlan,
+    rows: Ints,
+    entries: Sequence[Entry],
+    places: dict[SlotName, FoundObject],
+    rules: PruneRules,
+    now_ms: int,
+) -> Ints:
+    """Without rows that an age chose by the date of a writer whose clock was wrong: the store dates objects, too.
+
+    A copy of an old shard is young as a file; it counts by its record, which is then more than a clock can be wrong.
+    """
+    position = {int(row): number for number, row in enumerate(plan.rows.tolist())}
+    codes = np.array([int(plan.rules[position[int(row)]]) for row in rows], np.int64)
+    if not rules.has_age or not (codes == Rule.AGE).any():
+        return rows
+    since_ms = now_ms - max(rules.older_than_ms or 0, rules.unused_for_ms or 0)
+    young = np.zeros(len(rows), np.bool_)
+    for number, entry in enumerate(entries):
+        place = places.get(slot_of(entry))
+        if codes[number] == Rule.AGE and place is not None and place.modified_ms > since_ms:
+            young[number] = place.modified_ms - entry.created_ms <= MAX_SKEW_MS
+    return _closed_rows(plan, rows[~young], codes[~young]) if young.any() else rows
+
+
+def _mark_rows(backend: Backend, prepared: _Prepared, result: MarkResult, advance: Advance) -> None:
+    plan, rows, places = prepared.plan, prepared.rows, prepared.places
+    state = plan.index.state
+    superseded = set(plan.rows[plan.rules == Rule.SUPERSEDED].tolist())
+    shadowed = _shadowed(state)
+    for start in range(0, len(rows), _MARKS_A_SEGMENT):
+        now_ms = backend.now_ms()
+        removes = []
+        size = 0
+        batch = rows[start : start + _MARKS_A_SEGMENT].tolist()
+        for row in batch:
+            entry = state.entry(row)
+            place = places.get(slot_of(entry))
+            reason = RemoveReason.REPLACED if row in superseded else RemoveReason.PRUNED
+            version = None if place is None else place.version
+            size += entry.size_bytes
+            removes.append(Remove(entry, reason, now_ms, version))
+            removes += [Remove(hidden, reason, now_ms) for hidden in shadowed.get(slot_of(entry), ())]
+        write_removes(backend, plan.index, plan.fingerprint, removes)
+        result.num_marked += len(batch)
+        result.marked_bytes += size
+        result.marked_ms = now_ms
+        advance(len(batch), size)
+
+
+def _shadowed(state: State) -> dict[SlotName, list[Entry]]:
+    """Earlier writes of the same names: without a remove of their own they would come forward."""
+    found: dict[SlotName, list[Entry]] = {}
+    for key, add in zip(state.shadowed_keys, state.shadowed_adds, strict=True):
+        entry = _entry(state, int(key), add)
+        found.setdefault(slot_of(entry), []).append(entry)
+    return found
+
+
+def _entry(state: State, key: int, add: np.void) -> Entry:
+    return Entry(
+        key=key.to_bytes(8, "big") + int(add["key_rest"]).to_bytes(8, "big"),
+        parent=int(add["parent"]),
+        depth=int(add["depth"]),
+        num_tokens=int(add["num_tokens"]),
+        part=state.parts[int(add["part"])],
+        encoding=state.encodings[int(add["encoding"])],
+        nonce=f"{int(add['nonce']):016x}",
+        size_bytes=int(add["size_bytes"]),
+        created_ms=int(add["created_ms"]),
     )
 
 
-def _rule_text(rules: PruneRules) -> str:
-    if rules.key is not None:
-        return "key"
-    if rules.everything:
-        return "namespace"
-    if rules.stale_models:
-        return "stale model"
-    if rules.unused_for_ms is not None or rules.older_than_ms is not None:
-        return "age"
-    return "limit"
-
-
-def _reason(rule: str) -> RemoveReason:
-    return RemoveReason.REPLACED if rule == "superseded" else RemoveReason.PRUNED
-
-
-def _within(victims: Sequence[Victim], max_bytes: int | None) -> Iterator[Victim]:
-    left = float("inf") if max_bytes is None else max_bytes
-    for victim in victims:
-        left -= victim.entry.size_bytes
-        if left < 0:
-            return
-        yield victim
-
-
-def _marks(table: ChunkTable, due_before_ms: int) -> tuple[int, int]:
-    """How many removes wait for a sweep, and how many of them long enough."""
-    removes = table.state.removes
-    waiting = (removes["flags"] & RemoveFlags.SWEPT) == 0
-    waiting &= (removes["reason"] == RemoveReason.PRUNED) | (removes["reason"] == RemoveReason.REPLACED)
-    return int(waiting.sum()), int((waiting & (removes["marked_ms"].astype(np.int64) <= due_before_ms)).sum())
-
-
-def _due(index: Index, before_ms: int) -> Iterator[Remove]:
-    """Marks of shards that were pruned or replaced, made before a time and not swept."""
-    state = index.state
-    for record in state.removes:
-        reason = RemoveReason(int(record["reason"]))
-        is_swept = bool(int(record["flags"]) & RemoveFlags.SWEPT)
-        if is_swept or reason not in (RemoveReason.PRUNED, RemoveReason.REPLACED):
-            continue
-        if int(record["marked_ms"]) > before_ms:
-            continue
-        version = int(record["version"])
-        entry = Entry(
-            key=int(record["key"]).to_bytes(8, "big") + int(record["key_rest"]).to_bytes(8, "big"),
-            parent=0,
-            depth=0,
-            num_tokens=1,
-            part=Part.parse(state.remove_parts[int(record["part"])]),
-            encoding=state.remove_encodings[int(record["encoding"])],
-            nonce=f"{int(record['nonce']):016x}",
-            size_bytes=0,
-            created_ms=0,
-        )
-        known = state.remove_versions[version] if version < len(state.remove_versions) else None
-        yield Remove(entry, reason, int(record["marked_ms"]), known)
-
-
-def _as_swept(gone: Remove) -> Remove:
-    return Remove(gone.entry, gone.reason, gone.marked_ms, gone.version, is_swept=True)
-
-
-def _delete(backend: Backend, places: Mapping[str, FoundObject], gone: Remove) -> Outcome:
-    """Delete one marked object, if it still is the one that was marked."""
-    place = places.get(gone.entry.nonce)
-    if place is None:
-        return Outcome(Fate.GONE)
-    try:
-        if not _is_marked_write(backend, place, gone):
-            return Outcome(Fate.CHANGED)
-        is_deleted = backend.delete(place.path, version=place.version)
-        return Outcome(Fate.DELETED, place.size_bytes) if is_deleted else Outcome(Fate.GONE)
-    except VersionChanged:
-        return Outcome(Fate.CHANGED)
-    except NotFound:
-        return Outcome(Fate.GONE)
-    except BackendError as problem:
-        return Outcome(Fate.UNKNOWN, path=place.path, reason=str(problem))
-
-
-def _is_marked_write(backend: Backend, place: FoundObject, gone: Remove) -> bool:
-    """True where the object is the write that was marked: by its version, else by the nonce in its header."""
-    if gone.version is not None and gone.version == place.version:
-        return True
-    with backend.open_read(place.path) as handle:
-        try:
-            return read_header(handle).meta.nonce == gone.entry.nonce and handle.version == place.version
-        except FormatError:
-            return False
-
-
-def _write(store: Store, index: Index, fingerprint: Fingerprint, removes: Sequence[Remove]) -> None:
-    if not removes:
-        return
-    pending = Pending(removes=list(removes))
-    segment = segment_of_pending(fingerprint, pending, new_writer_id(), store.backend.now_ms())
-    index.manifest.write(segment, Durability.FULL)
-
-
-def _directories(fingerprint: Fingerprint, entries: Sequence[Entry]) -> list[str]:
-    texts = sorted({entry.key.hex()[:4] for entry in entries})
-    return [f"{chunks_directory(fingerprint)}/{text[:2]}/{text[2:]}" for text in texts]
+def _chunk_numbers(table: ChunkTable) -> Ints:
+    """For every row of the state the number of its chunk."""
+    numbers: Ints = np.repeat(np.arange(len(table)), table.stops - table.starts)
+    return numbers
