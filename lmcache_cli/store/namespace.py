@@ -510,6 +510,7 @@ class Namespace:
             self.events.problem(Event.READ_DAMAGED, fault.path, fault.reason)
             self._quarantine(wanted)
             return PutStatus.STORED
+        self.refresh()  # somebody may have marked it: then it goes when its grace time is over
         with self._lock:
             is_removed = self._is_removed(found.nonce)
         return PutStatus.REPLACED if is_removed else found
@@ -548,12 +549,17 @@ class Namespace:
     def pin(self, key: ChunkKey, expires_ms: int | None = None) -> None:
         """Keep a chunk and all before it from being pruned until `expires_ms` (Unix time; None: for good)."""
         with self._lock:
-            self._buffer(pins=[Pin(key[:16], expires_ms, _wall_ms())])
+            self._buffer(pins=[Pin(key[:16], expires_ms, self._after_pins(key))])
 
     def unpin(self, key: ChunkKey) -> None:
         """Take a pin back."""
         with self._lock:
-            self._buffer(pins=[Pin(key[:16], 0, _wall_ms())])
+            self._buffer(pins=[Pin(key[:16], 0, self._after_pins(key))])
+
+    def _after_pins(self, key: bytes) -> int:
+        """Now, or just after the latest pin of that key, whatever clock it was dated by: the last word counts."""
+        known = [pin.created_ms for pin in self.state().pins if pin.key == key[:16]]
+        return max([_wall_ms(), *(created_ms + 1 for created_ms in known)])
 
     def remove(self, entry: Entry, reason: RemoveReason, version: str | None = None) -> None:
         """Take one shard out of the index. The object is left where it is, for a sweep to delete."""
