@@ -19,6 +19,8 @@ import pytest
 
 from tests.docs.pages import README, ROOT, tour
 
+pytestmark = pytest.mark.timeout(1800)  # for the first test with the model, which waits for all of the quickstart
+
 DOCUMENT = ROOT / "docs" / "architecture.md"
 QUICKSTART = ROOT / "scripts" / "quickstart"
 FEWEST_TOKENS, MOST_TOKENS = 3500, 6000
