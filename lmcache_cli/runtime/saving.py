@@ -21,11 +21,12 @@ _FAILED_REMEMBERED = 4096
 @dataclass(frozen=True, slots=True)
 class SaveJob:
     """A chunk to be written. The writer owns `memory` from the submission on, and releases it when the chunk is
-    written, or given up."""
+    written, or given up. `is_suspect`: the index may be wrong to call the chunk present; read it before believing."""
 
     namespace: Namespace
     chunk: ChunkRef
     memory: MemoryObj
+    is_suspect: bool = False
 
 
 class BackgroundWriter:
@@ -117,6 +118,8 @@ class BackgroundWriter:
             self.counts["save_dropped"] += 1
             return
         try:
+            if job.is_suspect:  # what cannot be read leaves the index, and is written again
+                job.namespace.read([chunk], [job.namespace.buffer(chunk.num_tokens)])
             status = job.namespace.put(job.memory.buffer, key=chunk.key, parent=chunk.parent, depth=chunk.depth)
         except NoSpace as problem:
             self._paused_until = time.monotonic() + self._pause_s

@@ -27,13 +27,15 @@ class LoadOp:
 @dataclass(frozen=True, slots=True)
 class SaveOp:
     """Save `chunks`, whose last token is computed by the forward of this step. `epoch` is the request's own: it
-    advances when saves that were not taken are planned anew."""
+    advances when saves that were not taken are planned anew. `is_suspect`: some rank could not load one of these, so
+    that what another rank's index says of them is worth nothing."""
 
     request_id: str
     epoch: int
     adapter: str | None
     chunks: tuple[ChunkRef, ...]
     span: BlockSpan
+    is_suspect: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,16 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class DroppedSave:
-    """From chunk `depth` on, a request's chunks of `epoch` were not saved."""
+    """From chunk `depth` on, a request's chunks of `epoch` were not saved, or not loaded (`is_load`)."""
 
     epoch: int
     depth: int
+    is_load: bool = False
+
+    def merged(self, other: DroppedSave) -> DroppedSave:
+        """Both as one."""
+        epoch, depth = max(self.epoch, other.epoch), min(self.depth, other.depth)
+        return DroppedSave(epoch, depth, self.is_load or other.is_load)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +82,5 @@ class StepReport:
         done = {step: self.done.get(step, 0) + other.done.get(step, 0) for step in {*self.done, *other.done}}
         dropped = dict(self.dropped)
         for request_id, drop in other.dropped.items():
-            known = dropped.get(request_id, drop)
-            dropped[request_id] = DroppedSave(max(known.epoch, drop.epoch), min(known.depth, drop.depth))
+            dropped[request_id] = drop.merged(dropped.get(request_id, drop))
         return StepReport(done, self.failed | other.failed, dropped)

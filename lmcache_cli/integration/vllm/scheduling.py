@@ -77,6 +77,7 @@ class _State:
     is_tail_saved: bool = False
     may_save: bool = True
     epoch: int = 0
+    is_suspect: bool = False
 
 
 class StoreScheduler:
@@ -183,6 +184,7 @@ class StoreScheduler:
             state = self._states.get(request_id)
             if state is not None and drop.epoch >= state.epoch:
                 self._rewind(state, drop.depth)
+                state.is_suspect = state.is_suspect or drop.is_load
         if report.failed:
             self._fail(min(report.failed))
         for step, ranks in report.done.items():
@@ -293,7 +295,8 @@ class StoreScheduler:
             state.is_tail_saved = True
         state.saved = full
         span = BlockSpan.of(state.table, self.options.block_size, first * size, limit)
-        return SaveOp(row.request_id, state.epoch, state.caching.adapter, chunks, span)
+        is_suspect, state.is_suspect = state.is_suspect, False
+        return SaveOp(row.request_id, state.epoch, state.caching.adapter, chunks, span, is_suspect)
 
     def _preempted(self, request_id: str) -> None:
         state = self._states.get(request_id)

@@ -195,7 +195,7 @@ class StoreWorker:
         depth = outcome.failed_depth if outcome.failed_depth is not None else 0
         with self._lock:
             self._bad_blocks |= _bad_blocks(op, outcome.good_stop)
-            self._note_dropped(op.request_id, op.epoch, depth)
+            self._note_dropped(op.request_id, DroppedSave(op.epoch, depth, is_load=True))
         return False
 
     # ---- saves ------------------------------------------------------------------------------------------------
@@ -210,7 +210,9 @@ class StoreWorker:
             return
         try:
             namespace = self._namespace_of(op.adapter)
-            present = namespace.match_keys(KeyList(b"".join(chunk.key for chunk in op.chunks)))
+            present = 0
+            if not op.is_suspect:
+                present = namespace.match_keys(KeyList(b"".join(chunk.key for chunk in op.chunks)))
             self.counts["save_present"] += present
             for number, chunk in enumerate(op.chunks[present:], present):
                 start = chunk.depth * namespace.identity.chunk_tokens
@@ -226,7 +228,7 @@ class StoreWorker:
                 except BaseException:
                     memory.release()
                     raise
-                jobs.append(SaveJob(namespace, chunk, memory))
+                jobs.append(SaveJob(namespace, chunk, memory, op.is_suspect))
         except Exception:  # noqa: BLE001  the serving path: a save may fail, the engine may not
             _LOG.exception("request %s is saved no further", op.request_id)
             self.counts["save_failed"] += 1
@@ -247,11 +249,10 @@ class StoreWorker:
         while len(self._blocked) > _BLOCKED_REMEMBERED:
             del self._blocked[next(iter(self._blocked))]
         with self._lock:
-            self._note_dropped(op.request_id, op.epoch, depth)
+            self._note_dropped(op.request_id, DroppedSave(op.epoch, depth, op.is_suspect))
 
-    def _note_dropped(self, request_id: str, epoch: int, depth: int) -> None:
-        known = self._dropped.get(request_id, DroppedSave(epoch, depth))
-        self._dropped[request_id] = DroppedSave(max(known.epoch, epoch), min(known.depth, depth))
+    def _note_dropped(self, request_id: str, drop: DroppedSave) -> None:
+        self._dropped[request_id] = drop.merged(self._dropped.get(request_id, drop))
 
 
 _BLOCKED_REMEMBERED = 4096
