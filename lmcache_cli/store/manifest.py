@@ -125,8 +125,7 @@ class Manifest:
         """
         gone_soon = self._present & set(self._superseded)  # named again, or who reads only this one would take them in
         superseded = tuple(sorted(self._live | gone_soon))
-        now_ms = self._backend.now_ms()  # removes are dated by the store's clock, and forgotten by it
-        segment = segment_of_state(self._fingerprint, state, writer, now_ms, superseded, grace_ms=grace_ms)
+        segment = segment_of_state(self._fingerprint, state, writer, _wall_ms(), superseded, grace_ms=grace_ms)
         data = encode_segment(segment)
         name = SegmentName(self._fingerprint, new_ulid(_wall_ms()), writer)
         self._put(name, data, durability)
