@@ -22,9 +22,13 @@ Run = Callable[[Coroutine[Any, Any, None], int], None]
 
 
 class CloudReadHandle:
-    """See `ReadHandle`. The version is pinned by a condition on every request: a replaced object is an error."""
+    """See `ReadHandle`. The version is pinned by a condition on every request: a replaced object is an error.
 
-    __slots__ = ("_closed", "_first", "_run", "_service", "block_bytes", "name", "size", "version")
+    Small reads one after the other are served from a window that was read ahead and grows: a request costs the more,
+    the farther the service is.
+    """
+
+    __slots__ = ("_closed", "_next", "_run", "_service", "_window", "block_bytes", "name", "size", "version")
 
     def __init__(
         self,
@@ -36,7 +40,9 @@ class CloudReadHandle:
         version: str,
         first: bytes,
     ) -> None:
-        self._service, self._run, self._first = service, run, first
+        self._service, self._run = service, run
+        self._window: tuple[int, bytes | bytearray] = (0, first)  # replaced as a whole: other threads may read
+        self._next = 0
         self._closed: Callable[[], None] | None = closed
         self.name, self.size, self.version = name, size, version
         self.block_bytes = RANGE_BYTES * RANGES_AT_ONCE
@@ -50,10 +56,18 @@ class CloudReadHandle:
             )
         if wanted == 0:
             return
-        if offset + wanted <= len(self._first):
-            scatter(self._first[offset : offset + wanted], buffers)
-            return
-        self._run(self._read(offset, buffers), wanted)
+        start, content = self._window
+        if not start <= offset <= offset + wanted <= start + len(content):
+            if offset != self._next or wanted > RANGE_BYTES // 2:
+                self._next = offset + wanted
+                self._run(self._read(offset, buffers), wanted)
+                return
+            size = min(self.size - offset, max(wanted, min(4 * len(content), RANGE_BYTES)))
+            start, content = offset, bytearray(size)
+            self._run(self._read(start, [memoryview(content)]), size)
+            self._window = start, content
+        self._next = offset + wanted
+        scatter(memoryview(content)[offset - start : offset - start + wanted], buffers)
 
     async def _read(self, offset: int, buffers: Sequence[memoryview]) -> None:
         works = []
@@ -127,7 +141,7 @@ def cut(buffers: Sequence[memoryview], size_bytes: int) -> list[list[memoryview]
     return runs
 
 
-def scatter(content: bytes, buffers: Sequence[memoryview]) -> None:
+def scatter(content: memoryview, buffers: Sequence[memoryview]) -> None:
     """The content into the buffers, which together are as long."""
     start = 0
     for buffer in buffers:

@@ -17,8 +17,10 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import s3fs
+from aiobotocore.session import AioSession
 from botocore import exceptions as boto
 from botocore.parsers import ResponseParserError
+from botocore.utils import parse_timestamp
 
 from lmcache_cli.backends.cloud.backend import CloudBackend
 from lmcache_cli.backends.cloud.body import Body
@@ -112,7 +114,6 @@ class S3Service:
         options = self._where.options
         given = {
             "endpoint_url": options.get("endpoint_url"),
-            "profile": options.get("profile"),
             "key": self._where.key,
             "secret": self._where.secret,
         }
@@ -132,6 +133,7 @@ class S3Service:
             requester_pays=is_true(options.get("requester_pays", "")),
             client_kwargs={"region_name": options["region"]} if "region" in options else {},
             config_kwargs=config,
+            session=_new_session(options.get("profile")),
             asynchronous=True,
             skip_instance_cache=True,
             use_listings_cache=False,
@@ -300,6 +302,21 @@ class S3Service:
             return Unsupported(text, name=name)
         transient = status in (408, 409, 429) or status >= 500 or code in _TRANSIENT_CODES
         return Unavailable(text, name=name, transient=transient)
+
+
+def _new_session(profile: str | None) -> AioSession:
+    session = AioSession(profile=profile)
+    session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_parsed_time)
+    return session
+
+
+def _parsed_time(text: str) -> datetime:
+    """What listings have, read at a fraction of the cost of `parse_timestamp`, which takes two thirds of their time."""
+    try:
+        return datetime.fromisoformat(text)
+    except (TypeError, ValueError):
+        parsed: datetime = parse_timestamp(text)
+        return parsed
 
 
 def _without_expect(request: Any, **_: object) -> None:
