@@ -21,6 +21,7 @@ COMMANDS = (
     "verify",
     "repair",
     "compress",
+    "migrate",
     "doctor",
     "warm",
     "bench ttft",

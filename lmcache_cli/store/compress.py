@@ -32,7 +32,7 @@ from .ledger import Ledger
 from .namespace import is_lossless_label
 from .objects import chosen_namespaces, find_identity
 from .pace import Deadline, in_parallel
-from .prune import find_objects
+from .places import find_objects
 from .reading import ReadFault
 from .recoding import (
     NoGain,
@@ -421,10 +421,14 @@ class _Run:
         """Publish the entries of new shards; only then may the old ones be marked."""
         self._ledger.flush()
         verified, self._verified = self._verified, []
-        if not self._removes_source:
+        if not verified or not self._removes_source:
             return
+        self._ledger.refresh()
         for shard, outcome in verified:
             assert outcome.source is not None
+            assert outcome.written is not None
+            if self._ledger.is_removed(outcome.written.entry.nonce):
+                continue  # somebody pruned the new one meanwhile: the old one is not ours to take, too
             if shard.is_indexed and not self._ledger.lists(outcome.source.nonce, shard.row):
                 listed = self._ledger.state.entry(shard.row)
                 self._ledger.remove(listed, RemoveReason.REPLACED, is_swept=True)  # overwritten long ago

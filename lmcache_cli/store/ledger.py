@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ from .state import Entry, State
 
 FLUSH_AFTER_ADDS = 512
 FLUSH_AFTER_S = 10.0
+_CLOCK_AGE_S = 60.0
 
 
 class Ledger:
@@ -38,6 +40,7 @@ class Ledger:
         self._pending = Pending()
         self._own: list[Segment] = []
         self._flushed_s = time.monotonic()
+        self._asked: tuple[int, float] | None = None
 
     @property
     def is_due(self) -> bool:
@@ -51,6 +54,12 @@ class Ledger:
         at = int(np.searchsorted(self._removed, number))
         return nonce in self._removed_here or (at < len(self._removed) and bool(self._removed[at] == number))
 
+    def refresh(self) -> None:
+        """Hear of what others removed since. Raises `BackendError`."""
+        self.index.refresh()
+        if len(self.index.late.removes):
+            self._removed = np.union1d(self._removed, self.index.late.removes["nonce"])
+
     def lists(self, nonce: str, row: int) -> bool:
         """True where a row of the index lists exactly this write."""
         return int(self.state.adds["nonce"][row]) == int(nonce, 16)
@@ -62,7 +71,7 @@ class Ledger:
     def remove(self, entry: Entry, reason: RemoveReason, version: str | None = None, *, is_swept: bool = False) -> None:
         """Take one write out of the index. Its object, of that version, is for a sweep to delete unless it is gone."""
         self._removed_here.add(entry.nonce)
-        self._pending.removes.append(Remove(entry, reason, self._backend.now_ms(), version, is_swept))
+        self._pending.removes.append(Remove(entry, reason, self._now_ms(), version, is_swept))
 
     def note(
         self, labels: Sequence[Label] = (), pins: Sequence[Pin] = (), touches: Sequence[tuple[int, int, int]] = ()
@@ -84,6 +93,15 @@ class Ledger:
         self._own.append(segment)
         if self.index.manifest.live_segments > COMPACT_ABOVE_SEGMENTS:
             self.compact()
+
+    def _now_ms(self) -> int:
+        """The store's clock, which may cost a request, asked once a minute."""
+        asked_ms, at_s = self._asked or (0, -math.inf)
+        passed_s = time.monotonic() - at_s
+        if passed_s >= _CLOCK_AGE_S:
+            asked_ms, passed_s = self._backend.now_ms(), 0.0
+            self._asked = (asked_ms, time.monotonic())
+        return asked_ms + int(passed_s * 1000)
 
     def compact(self) -> None:
         """Write the whole index as one segment. Raises `BackendError`, `StoreError`; the old segments then stay."""

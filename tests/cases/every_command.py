@@ -31,6 +31,7 @@ CALLS: dict[str, tuple[str, ...]] = {
     "repair deep": ("repair", "--deep", "--dry-run"),
     "compress dry run": ("compress", "--dry-run"),
     "compress": ("compress",),
+    "migrate": ("migrate", "{store}", "other", "--dry-run"),
     "doctor": ("doctor",),
     "warm dry run": ("warm", *_ENGINE, "--dry-run"),
     "warm": ("warm", *_ENGINE),
@@ -60,7 +61,12 @@ class Scene:
     def call(self, name: str) -> Sequence[str]:
         """The words of a call of `CALLS`, with the store."""
         key = refs(ENGINE_IDENTITY, DOCUMENT)[0].key.hex()
-        values = {"namespace": ENGINE_IDENTITY.fingerprint, "key": key, "shard": "copy.safetensors"}
+        values = {
+            "namespace": ENGINE_IDENTITY.fingerprint,
+            "key": key,
+            "shard": "copy.safetensors",
+            "store": str(self.store),
+        }
         return [*(word.format(**values) for word in CALLS[name]), "--store", str(self.store)]
 
 
@@ -72,6 +78,7 @@ def make_scene(folder: Path, store: Path) -> Scene:
             put_document(namespace, tokens)
             last = refs(ENGINE_IDENTITY, tokens)[-1]
             namespace.label(name, last.key, len(tokens), last.depth)
+    Store.create(str(folder / "other")).close()
     scene = Scene(folder, store)
     lines = [{"name": "first", "tokens": DOCUMENT}, {"name": "second [2007]", "tokens": SECOND}]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))

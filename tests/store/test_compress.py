@@ -19,7 +19,7 @@ from lmcache_cli.store.compress import (
     apply_compress,
     plan_compress,
 )
-from lmcache_cli.store.prune import sweep
+from lmcache_cli.store.sweep import sweep
 from lmcache_cli.store.selection import Selection
 from lmcache_cli.store.verify import verify
 from lmcache_format.encodings import resolve_encoding

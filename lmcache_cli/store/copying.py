@@ -1,0 +1,234 @@
+"""One shard from a store to another: read whole and verified, put, looked at or read back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+from lmcache_cli.backends import Backend, NotFound, Obstructed, ShortRead
+from lmcache_format.encodings import get_encoding
+from lmcache_format.errors import FormatError, ShardError, UnsupportedVersion
+from lmcache_format.geometry import check_part, part_bytes
+from lmcache_format.identity import Identity
+from lmcache_format.names import ShardName, new_nonce
+from lmcache_format.shard import (
+    ENCODING_OVERHEAD_BYTES,
+    MAX_HEADER_BYTES,
+    RAW,
+    ShardHeader,
+    build_header,
+    parse_header,
+)
+
+from .checking import Health, check_shard
+from .publishing import Publication, Published, publish, refuse, set_aside
+from .reading import Wanted, check_wanted, read_header, verify_data
+from .recoding import NotAsWritten, provenance_of
+from .writing import whole_crc32c
+
+_TRIES = 2
+_TENSORS_A_LAYER = 2
+
+
+class MemoryHandle:
+    """A `ReadHandle` on bytes that are in memory already."""
+
+    def __init__(self, name: str, content: memoryview, version: str) -> None:
+        self._content = content
+        self.name = name
+        self.size = len(content)
+        self.version = version
+        self.block_bytes = 256 * 1024
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """See `ReadHandle`."""
+        for buffer in buffers:
+            end = offset + buffer.nbytes
+            if end > self.size:
+                raise ShortRead(f"{self.name}: ends at {self.size}, before {end}", name=self.name)
+            buffer[:] = self._content[offset:end]
+            offset = end
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WholeShard:
+    """A shard, verified: its header, the bytes to put, and the version of the object they are from.
+
+    The bytes are in memory of this thread that lasts until the next shard is read.
+    """
+
+    header: ShardHeader
+    parts: tuple[bytes | memoryview, ...]
+    version: str
+
+    def renewed(self) -> WholeShard:
+        """The same data as a write of its own, for a place where this very write was removed: nonces never return."""
+        old = self.header
+        meta = replace(old.meta, nonce=new_nonce(), provenance=provenance_of(old))
+        sizes = None if meta.encoding.name == RAW else [tensor.end - tensor.begin for tensor in old.tensors]
+        data = memoryview(self.parts[0])[old.data_start :]
+        head = build_header(meta, old.checksums, sizes, old.decoded_checksums)
+        return WholeShard(parse_header(head, len(head) + len(data)), (head, data), self.version)
+
+
+class SourceFault(Exception):
+    """A shard cannot be copied: `health` and `reason` say why. It stays where it is."""
+
+    def __init__(self, health: Health, reason: str) -> None:
+        super().__init__(f"{health}: {reason}")
+        self.health = health
+        self.reason = reason
+
+
+class _Memory(threading.local):
+    def __init__(self) -> None:
+        self.buffer = bytearray()
+
+    def view(self, size_bytes: int) -> memoryview:
+        if len(self.buffer) < size_bytes:
+            self.buffer = bytearray()  # let go of the old one first
+            self.buffer = bytearray(size_bytes)
+        return memoryview(self.buffer)[:size_bytes]
+
+
+_MEMORY = _Memory()
+
+
+def read_whole(backend: Backend, name: ShardName, identity: Identity) -> WholeShard:
+    """Read all of a shard and check every byte. Damage is believed when it was seen twice.
+
+    Raises `SourceFault`, `Unavailable`.
+    """
+    for number in range(_TRIES):
+        try:
+            return _read_once(backend, name, identity)
+        except NotFound as problem:
+            raise SourceFault(Health.GONE, str(problem)) from problem
+        except UnsupportedVersion as problem:
+            raise SourceFault(Health.NEWER, str(problem)) from problem
+        except (FormatError, ShortRead, Obstructed) as problem:
+            if number + 1 == _TRIES:
+                raise SourceFault(Health.DAMAGED, str(problem)) from problem
+    raise AssertionError
+
+
+def _read_once(backend: Backend, name: ShardName, identity: Identity) -> WholeShard:
+    check_part(identity, name.part)
+    most = part_bytes(identity, name.part, identity.chunk_tokens) + MAX_HEADER_BYTES
+    most += ENCODING_OVERHEAD_BYTES * _TENSORS_A_LAYER * name.part.num_layers
+    with backend.open_read(name.path) as handle:
+        if handle.size > most:
+            raise ShardError("longer than any such shard", expected=f"at most {most} bytes", found=handle.size)
+        content = _MEMORY.view(handle.size)
+        handle.read_into(0, [content])
+        version = handle.version
+    inside = MemoryHandle(name.path, content, version)
+    header = read_header(inside)
+    meta = header.meta
+    check_wanted(header, Wanted(identity, name.key, meta.num_tokens, meta.depth, name.part, name.encoding))
+    get_encoding(meta.encoding.name, meta.encoding.parameters)
+    verify_data(inside, header)
+    return WholeShard(header, (content,), version)
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What stands at the target now: this very write, or (`is_other_write`) another sound one that was there."""
+
+    header: ShardHeader
+    crc32c: int | None
+    is_new: bool
+    is_other_write: bool
+    quarantined: str = ""
+
+
+def copy_bytes(
+    backend: Backend,
+    name: ShardName,
+    identity: Identity,
+    shard: WholeShard,
+    *,
+    is_removed: Callable[[str], bool],
+    read_back: bool,
+    is_listed: bool = False,
+) -> Copied:
+    """Put a shard byte for byte, and compare its length and CRC32C with what stands there then; with `read_back`, read
+    all of it and compare every checksum.
+
+    What does not come back goes to quarantine. `is_listed`: look there first, before anything is sent. Raises
+    `NotAsWritten`, `Blocked`, `NoSpace`, `Unavailable`.
+    """
+    if is_removed(shard.header.meta.nonce):
+        shard = shard.renewed()
+    if is_listed and (standing := _standing_now(backend, name, identity, is_removed)) is not None:
+        return Copied(standing, None, False, standing.header_checksum != shard.header.header_checksum)
+    published = publish(backend, name, identity, shard.parts, is_removed=is_removed)
+    if published.how is Publication.PRESENT:
+        return _standing(published, shard.header)
+    try:
+        crc32c = _compare(backend, name, shard, published)
+        if read_back:
+            confirm(backend, name, identity, shard.header)
+    except NotAsWritten:
+        set_aside(backend, name)
+        raise
+    return Copied(shard.header, crc32c, True, False, published.quarantined)
+
+
+def _standing_now(
+    backend: Backend, name: ShardName, identity: Identity, is_removed: Callable[[str], bool]
+) -> ShardHeader | None:
+    """The header of a sound shard at the target, read in full, that nobody removed."""
+    checked = check_shard(backend, name, identity, with_data=True)
+    refuse(name, checked)
+    if checked.health is not Health.SOUND or checked.header is None or is_removed(checked.header.meta.nonce):
+        return None
+    return checked.header
+
+
+def _standing(published: Published, wanted: ShardHeader) -> Copied:
+    found = published.found
+    assert found is not None
+    is_same = found.header_checksum == wanted.header_checksum
+    return Copied(found, None, False, not is_same, published.quarantined)
+
+
+def _compare(backend: Backend, name: ShardName, shard: WholeShard, published: Published) -> int | None:
+    info = backend.stat(name.path)
+    if info is None:
+        raise NotAsWritten(f"{name.path} is not there after it was put")
+    if info.size_bytes != shard.header.file_bytes:
+        raise NotAsWritten(f"{name.path} has {info.size_bytes} bytes after {shard.header.file_bytes} were put")
+    if not backend.capabilities.object_crc32c:
+        return None
+    checksum = whole_crc32c(list(shard.parts))
+    if info.crc32c is not None and info.crc32c != checksum:
+        raise NotAsWritten(f"{name.path} has CRC32C {info.crc32c:08x}, {checksum:08x} was put")
+    return checksum
+
+
+def confirm(backend: Backend, name: ShardName, identity: Identity, wanted: ShardHeader | None) -> ShardHeader:
+    """Read all of a shard at the target and check it; with `wanted`, it must be that very write.
+
+    Raises `NotAsWritten` where it is not sound or not that one, `Unavailable`, `Blocked`.
+    """
+    checked = check_shard(backend, name, identity, with_data=True)
+    refuse(name, checked)
+    if checked.health is not Health.SOUND or checked.header is None:
+        raise NotAsWritten(f"{name.path} did not come back as it was written: {checked.reason or checked.health}")
+    if wanted is not None and checked.header.header_checksum != wanted.header_checksum:
+        raise NotAsWritten(f"{name.path} came back as another write")
+    return checked.header

@@ -1,0 +1,588 @@
+"""Copy shards between any two stores: only what the target lacks, verified on the way, the source only then removed.
+
+Shards are copied byte for byte, header and nonce included, unless another encoding or other parts are asked for. With
+`delete_source` a shard goes when its copy was read back in full, the target's index that lists it is published, and
+the source's index says that it goes; then exactly the version that was read is deleted. Whatever ends a run, source and
+target together hold every chunk, and the same run again goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from lmcache_cli.backends import BackendError, Unavailable, VersionChanged
+from lmcache_format.encodings import Encoding
+from lmcache_format.errors import FormatError, GeometryError
+from lmcache_format.geometry import Part, rank_part
+from lmcache_format.identity import Fingerprint, Identity
+from lmcache_format.names import ShardName
+from lmcache_format.segment import RemoveReason, key_number
+from lmcache_format.superblock import Operation
+
+from .checking import Health, check_shard
+from .chunk_table import Bools, chunk_table
+from .copying import SourceFault, copy_bytes, read_whole
+from .errors import Refused, StoreError
+from .index import ABSENT_ROW, Index, rows_of
+from .ledger import Ledger
+from .namespace import is_lossless_label
+from .objects import chosen_namespaces, find_identity
+from .overlap import refuse_overlap
+from .pace import Deadline, Pace, in_parallel
+from .reading import ReadFault
+from .recoding import encoding_info, entry_of_header, read_decoded, recoded_meta, write_encoded
+from .resharding import Recut, recut
+from .selection import ALL, ListedShard, Selection, chunk_groups, listed_shards
+from .state import Entry, State
+from .store import Store
+from .verify import Advance
+from .victims import Candidates
+
+Keys = npt.NDArray[np.uint64]
+_KEPT_NOTICES = 10_000
+_DELETED_AT_ONCE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class MigrateOptions:
+    """`encoding` None and `ranks` None: byte for byte. `ranks`: cut the parts anew for so many tensor-parallel ranks.
+
+    `concurrency` shards are in memory at once. Lossy shards are copied as they are, whatever is asked for.
+    """
+
+    selection: Selection = ALL
+    encoding: Encoding | None = None
+    allow_lossy: bool = False
+    delete_source: bool = False
+    ranks: int | None = None
+    concurrency: int = 4
+    bytes_per_s: int | None = None
+    max_duration_s: float | None = None
+
+
+EVERYTHING = MigrateOptions()
+
+
+@dataclass(slots=True)
+class NamespacePlan:
+    """What is to be done in one namespace. `rows` of the source's index are chosen; those `present` are listed by the
+    target's index; those `kept` stay at the source though they are copied, because of a pin."""
+
+    fingerprint: Fingerprint
+    identity: Identity
+    source: Index
+    target: Index
+    rows: Bools
+    present: Bools
+    kept: Bools
+    parts: tuple[Part, ...] | None = None
+
+    @property
+    def num_shards(self) -> int:
+        """Shards to copy."""
+        return int((self.rows & ~self.present).sum())
+
+    @property
+    def num_present(self) -> int:
+        """Shards that are there, as far as the target's index tells."""
+        return int((self.rows & self.present).sum())
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes to copy."""
+        return int(self.source.state.adds["size_bytes"][self.rows & ~self.present].sum())
+
+
+@dataclass(slots=True)
+class MigratePlan:
+    """What a run would do. `unreadable` namespaces are left alone."""
+
+    options: MigrateOptions
+    namespaces: list[NamespacePlan] = field(default_factory=list)
+    unreadable: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def num_shards(self) -> int:
+        """Shards to copy, of all namespaces."""
+        return sum(plan.num_shards for plan in self.namespaces)
+
+    @property
+    def num_present(self) -> int:
+        """Shards the target has already."""
+        return sum(plan.num_present for plan in self.namespaces)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes to copy, of all namespaces."""
+        return sum(plan.size_bytes for plan in self.namespaces)
+
+
+class Fate(StrEnum):
+    """What became of one shard. `conflict`: another sound write of it stands at the target, and stays: the same KV."""
+
+    COPIED = "copied"
+    PRESENT = "present"
+    CONFLICT = "conflict"
+    GONE = "gone"
+    DAMAGED = "damaged"
+    NEWER = "newer"
+    FAILED = "failed"
+
+    @property
+    def is_problem(self) -> bool:
+        """True where a shard was not copied although it is there."""
+        return self in (Fate.DAMAGED, Fate.NEWER, Fate.FAILED)
+
+    @property
+    def is_at_target(self) -> bool:
+        """True where the target has the chunk's part now."""
+        return self in (Fate.COPIED, Fate.PRESENT, Fate.CONFLICT)
+
+
+@dataclass(frozen=True, slots=True)
+class Removable:
+    """One object of the source whose KV was read back from the target, where it stands under those nonces."""
+
+    shard: ListedShard
+    entry: Entry
+    version: str
+    copies: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one job did: entries to list at the target, objects that may go from the source."""
+
+    fate: Fate
+    path: str
+    reason: str = ""
+    size_bytes: int = 0
+    added: tuple[Entry, ...] = ()
+    removable: tuple[Removable, ...] = ()
+    quarantined: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something worth telling about one path; a problem where work was left undone."""
+
+    kind: str
+    path: str
+    reason: str
+    is_problem: bool
+
+
+@dataclass(slots=True)
+class MigrateResult:
+    """What was done. `num_changed` objects were rewritten at the source since they were read, and stay."""
+
+    num_copied: int = 0
+    copied_bytes: int = 0
+    num_present: int = 0
+    num_conflict: int = 0
+    num_deleted: int = 0
+    deleted_bytes: int = 0
+    num_kept: int = 0
+    num_changed: int = 0
+    num_damaged: int = 0
+    num_newer: int = 0
+    num_failed: int = 0
+    num_gone: int = 0
+    num_quarantined: int = 0
+    num_left: int = 0
+    notices: list[Notice] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        """True where nothing of the plan was left undone."""
+        return not (self.num_damaged or self.num_newer or self.num_failed or self.num_left or self.num_changed)
+
+    def count(self, outcome: Outcome) -> None:
+        """Add what became of one job."""
+        name = f"num_{outcome.fate}"
+        setattr(self, name, getattr(self, name) + 1)
+        self.copied_bytes += outcome.size_bytes if outcome.fate is Fate.COPIED else 0
+        self.num_quarantined += len(outcome.quarantined)
+        for reason in outcome.quarantined:
+            self.tell(Notice("replaced", outcome.path, f"damaged at the target, now in quarantine: {reason}", False))
+        if outcome.fate.is_problem or outcome.fate is Fate.CONFLICT:
+            self.tell(Notice(outcome.fate, outcome.path, outcome.reason, outcome.fate.is_problem))
+
+    def tell(self, notice: Notice) -> None:
+        """Keep a notice, as long as there are not too many."""
+        if len(self.notices) < _KEPT_NOTICES:
+            self.notices.append(notice)
+
+
+def plan_migrate(source: Store, target: Store, options: MigrateOptions = EVERYTHING) -> MigratePlan:
+    """Choose the shards, and find those that the target's index lacks. Reads indexes alone.
+
+    Raises `Refused` for stores that overlap, for a lossy encoding without leave, and for heads that do not divide;
+    `StoreTooNew`, `BackendError`.
+    """
+    refuse_overlap(source, target)
+    target.check(Operation.WRITE)
+    if options.delete_source:
+        source.check(Operation.PRUNE)
+    if options.encoding is not None and not options.encoding.lossless and not options.allow_lossy:
+        raise Refused(
+            f"{options.encoding.name} is lossy: only readers that allow lossy encodings would see what it makes",
+            next_step="say that this is meant with --lossy, or choose a lossless codec",
+        )
+    plan = MigratePlan(options)
+    now_ms = source.backend.now_ms()
+    for fingerprint in chosen_namespaces(source, None):
+        if not options.selection.has_namespace(fingerprint):
+            continue
+        found = find_identity(source, fingerprint)
+        if found.identity is None:
+            plan.unreadable.append((f"ns/{fingerprint}", found.problem))
+        elif options.selection.has_model(found.identity):
+            plan.namespaces.append(_plan_namespace(source, target, found.identity, options, now_ms))
+    return plan
+
+
+def _plan_namespace(
+    source: Store, target: Store, identity: Identity, options: MigrateOptions, now_ms: int
+) -> NamespacePlan:
+    here, there = Index(source.backend, identity.fingerprint), Index(target.backend, identity.fingerprint)
+    parts = None if options.ranks is None else parts_for_ranks(identity, options.ranks)
+    kept = np.zeros(len(here.state), np.bool_)
+    if options.delete_source and len(here.state):
+        table = chunk_table(here.state, None)
+        kept = np.repeat(Candidates.of(table, now_ms).is_kept, table.stops - table.starts)
+    present = np.zeros(len(here.state), np.bool_) if parts else _present(here.state, there.state, options.encoding)
+    rows = options.selection.rows(here.state, now_ms)
+    return NamespacePlan(identity.fingerprint, identity, here, there, rows, present, kept, parts)
+
+
+def parts_for_ranks(identity: Identity, ranks: int) -> tuple[Part, ...]:
+    """What tensor-parallel ranks hold, each part once. Raises `Refused` where the heads do not divide."""
+    try:
+        return tuple(dict.fromkeys(rank_part(identity, rank, ranks) for rank in range(ranks)))
+    except GeometryError as problem:
+        raise Refused(f"{identity.model} cannot be cut for tp={ranks}: {problem}") from None
+
+
+def _present(here: State, there: State, encoding: Encoding | None) -> Bools:
+    """Rows of the source whose shard, under its name at the target, is listed there."""
+    numbers: dict[str, int] = {}
+
+    def number(text: str) -> int:
+        return numbers.setdefault(text, len(numbers))
+
+    kind = [("key", "<u8"), ("rest", "<u8"), ("part", "<i8"), ("encoding", "<i8")]
+
+    def names(state: State, labels: Sequence[str]) -> npt.NDArray[np.void]:
+        table = np.empty(len(state), kind)
+        if len(state):
+            table["key"], table["rest"] = state.keys, state.adds["key_rest"]
+            table["part"] = np.array([number(str(part)) for part in state.parts])[state.adds["part"]]
+            table["encoding"] = np.array([number(label) for label in labels])[state.adds["encoding"]]
+        return table
+
+    mine = names(here, [target_label(label, encoding) for label in here.encodings])
+    result: Bools = np.isin(mine, names(there, there.encodings))
+    return result
+
+
+def target_label(label: str, encoding: Encoding | None) -> str:
+    """How a shard is called at the target: lossy ones are never encoded again."""
+    return label if encoding is None or not is_lossless_label(label) else encoding_info(encoding).label
+
+
+def _ignore(num_shards: int, num_bytes: int) -> None: ...
+
+
+def apply_migrate(
+    source: Store,
+    target: Store,
+    plan: MigratePlan,
+    result: MigrateResult | None = None,
+    advance: Advance = _ignore,
+) -> MigrateResult:
+    """Carry a plan out. `result` is counted up as it goes, so that it tells what was done when an error ends the run.
+
+    Raises `NoSpace`, `Unavailable`: nothing is deleted any more then.
+    """
+    done = MigrateResult() if result is None else result
+    deadline, pace = Deadline(plan.options.max_duration_s), Pace(plan.options.bytes_per_s)
+    for namespace in plan.namespaces:
+        run = _Run(source, target, plan.options, namespace, done, deadline, pace, advance)
+        run.run()
+    return done
+
+
+class _Run:
+    """One namespace."""
+
+    def __init__(
+        self,
+        source: Store,
+        target: Store,
+        options: MigrateOptions,
+        plan: NamespacePlan,
+        result: MigrateResult,
+        deadline: Deadline,
+        pace: Pace,
+        advance: Advance,
+    ) -> None:
+        self._from, self._to = source.backend, target.backend
+        self._store = target
+        self._options, self._plan, self._result = options, plan, result
+        self._deadline, self._pace, self._advance = deadline, pace, advance
+        self._source = Ledger(self._from, plan.fingerprint, plan.source)
+        self._target = Ledger(self._to, plan.fingerprint, plan.target)
+        self._removable: list[Removable] = []
+        self._added: set[int] = set()
+        self._seen = 0
+
+    def run(self) -> None:
+        if not (self._plan.rows.any() or len(self._plan.target.state) or self._has_unlisted()):
+            return
+        self._store.namespace(self._plan.identity, create=True, allow_unverified=True).close()  # ns.json first
+        try:
+            self._carry_over(self._target.state.keys)
+            with closing(in_parallel(self._work, self._jobs(), self._options.concurrency)) as outcomes:
+                for shards, outcome in outcomes:
+                    self._take(shards, outcome)
+            self._settle()
+            self._source.flush()
+        except BaseException:
+            with suppress(BackendError, StoreError):
+                self._target.flush()
+            raise
+        finally:
+            self._result.num_left += max(0, self._num_planned - self._seen)
+
+    @property
+    def _num_planned(self) -> int:
+        """Indexed shards that there is a job for."""
+        skips = self._plan.present & (np.bool_(not self._options.delete_source) | self._plan.kept)
+        return int((self._plan.rows & ~skips).sum())
+
+    def _has_unlisted(self) -> bool:
+        return any(True for _ in self._groups())
+
+    # ---- jobs ----
+
+    def _groups(self) -> Iterator[list[ListedShard]]:
+        """What to copy: shard by shard, or chunk by chunk where parts are cut anew."""
+        fingerprint, state = self._plan.fingerprint, self._plan.source.state
+        if self._plan.parts is None:
+            groups: Iterator[list[ListedShard]] = ([one] for one in listed_shards(self._from, fingerprint, state))
+        else:
+            groups = chunk_groups(self._from, fingerprint, state)
+        for group in groups:
+            if wanted := [shard for shard in group if self._is_wanted(shard)]:
+                yield wanted
+
+    def _jobs(self) -> Iterator[list[ListedShard]]:
+        for group in self._groups():
+            if self._is_done(group):
+                self._result.num_present += 1
+                self._seen += sum(shard.is_indexed for shard in group) if self._plan.parts else 0
+                continue
+            if self._deadline.is_over:
+                return
+            yield group
+
+    def _is_wanted(self, shard: ListedShard) -> bool:
+        if shard.is_indexed:
+            return bool(self._plan.rows[shard.row])
+        selection = self._options.selection
+        return selection.has_encoding(shard.name.encoding) and not selection.has_age
+
+    def _is_done(self, group: list[ListedShard]) -> bool:
+        """True where the target's index is all that has to be asked."""
+        if self._plan.parts is not None:
+            return not self._options.delete_source and self._is_cut(group, self._plan.parts)
+        shard = group[0]
+        if not shard.is_indexed or not self._plan.present[shard.row]:
+            return False
+        return not self._options.delete_source or bool(self._plan.kept[shard.row])
+
+    def _is_cut(self, group: list[ListedShard], parts: tuple[Part, ...]) -> bool:
+        lossless = next((one.name.encoding for one in group if is_lossless_label(one.name.encoding)), None)
+        if lossless is None:
+            return False
+        label, name = target_label(lossless, self._options.encoding), group[0].name
+        wanted = [ShardName(name.fingerprint, name.key, part, label) for part in parts]
+        return bool((rows_of(self._plan.target.state, wanted) != ABSENT_ROW).all())
+
+    # ---- work, in several threads ----
+
+    def _work(self, shards: list[ListedShard]) -> tuple[list[ListedShard], Outcome]:
+        path = shards[0].name.path
+        try:
+            if self._plan.parts is not None:
+                return shards, self._recut(shards)
+            return shards, self._copy(shards[0])
+        except SourceFault as fault:
+            fates = {Health.GONE: Fate.GONE, Health.NEWER: Fate.NEWER}
+            return shards, Outcome(fates.get(fault.health, Fate.DAMAGED), path, fault.reason)
+        except ReadFault as fault:
+            return shards, Outcome(Fate.DAMAGED, fault.path, fault.reason)
+        except (StoreError, FormatError) as problem:
+            return shards, Outcome(Fate.FAILED, path, str(problem))
+
+    def _copy(self, shard: ListedShard) -> Outcome:
+        name = shard.name
+        self._pace.take(shard.info.size_bytes)
+        if target_label(name.encoding, self._options.encoding) != name.encoding:
+            return self._recode(shard)
+        whole = read_whole(self._from, name, self._plan.identity)
+        if self._source.is_removed(whole.header.meta.nonce):
+            return Outcome(Fate.GONE, name.path)
+        is_listed = shard.is_indexed and bool(self._plan.present[shard.row])
+        copied = copy_bytes(
+            self._to,
+            name,
+            self._plan.identity,
+            whole,
+            is_removed=self._target.is_removed,
+            read_back=self._options.delete_source,
+            is_listed=is_listed,
+        )
+        fate = Fate.COPIED if copied.is_new else Fate.CONFLICT if copied.is_other_write else Fate.PRESENT
+        reason = f"another sound write stands there ({copied.header.meta.nonce})" if copied.is_other_write else ""
+        return Outcome(
+            fate,
+            name.path,
+            reason,
+            whole.header.file_bytes,
+            () if is_listed and not copied.is_new else (entry_of_header(copied.header, copied.crc32c),),
+            (Removable(shard, entry_of_header(whole.header), whole.version, (copied.header.meta.nonce,)),),
+            (copied.quarantined,) if copied.quarantined else (),
+        )
+
+    def _recode(self, shard: ListedShard) -> Outcome:
+        encoding, identity = self._options.encoding, self._plan.identity
+        assert encoding is not None
+        checked = check_shard(self._from, shard.name, identity, with_data=False)
+        if checked.health is Health.UNKNOWN:
+            raise Unavailable(f"{shard.name.path}: {checked.reason}", name=shard.name.path)
+        if checked.health is not Health.SOUND or checked.header is None:
+            raise SourceFault(checked.health, checked.reason)
+        header = checked.header
+        if self._source.is_removed(header.meta.nonce):
+            return Outcome(Fate.GONE, shard.name.path)
+        chunk = read_decoded(self._from, header, identity)
+        meta = recoded_meta(header, encoding, self._target.writer)
+        written = write_encoded(self._to, meta, chunk, encoding, is_removed=self._target.is_removed)
+        return Outcome(
+            Fate.COPIED if written.is_ours else Fate.PRESENT,
+            shard.name.path,
+            "",
+            written.entry.size_bytes,
+            (written.entry,),
+            (Removable(shard, entry_of_header(header), checked.version, (written.entry.nonce,)),),
+            (written.quarantined,) if written.quarantined else (),
+        )
+
+    def _recut(self, shards: list[ListedShard]) -> Outcome:
+        assert self._plan.parts is not None
+        self._pace.take(sum(shard.info.size_bytes for shard in shards))
+        job = Recut(self._plan.identity, self._plan.parts, self._options.encoding, self._target.writer)
+        done = recut(self._from, self._to, job, shards, self._source.is_removed, self._target.is_removed)
+        nonces = tuple(entry.nonce for entry in done.entries)
+        removable = tuple(Removable(*one, nonces) for one in done.sources)
+        fate = Fate.COPIED if done.is_new else Fate.PRESENT
+        size_bytes = sum(entry.size_bytes for entry in done.entries)
+        return Outcome(fate, shards[0].name.path, "", size_bytes, done.entries, removable, done.quarantined)
+
+    # ---- what follows, in one thread ----
+
+    def _take(self, shards: list[ListedShard], outcome: Outcome) -> None:
+        self._seen += sum(shard.is_indexed for shard in shards)
+        self._advance(len(shards), sum(shard.info.size_bytes for shard in shards))
+        if outcome.fate is Fate.GONE and not any(shard.is_indexed for shard in shards):
+            return  # waits for a sweep
+        self._result.count(outcome)
+        for entry in outcome.added:
+            self._target.add(entry)
+            self._added.add(key_number(entry.key))
+        if self._options.delete_source and outcome.fate.is_at_target:
+            free = [one for one in outcome.removable if not self._is_kept(one.shard)]
+            self._result.num_kept += len(outcome.removable) - len(free)
+            self._removable += free
+        if self._target.is_due or len(self._removable) >= _DELETED_AT_ONCE:
+            self._settle()
+
+    def _is_kept(self, shard: ListedShard) -> bool:
+        return shard.is_indexed and bool(self._plan.kept[shard.row])
+
+    def _settle(self) -> None:
+        """Publish what the target has; then say at the source what goes; then delete it."""
+        added, self._added = self._added, set()
+        self._carry_over(np.array(sorted(added), np.uint64))
+        self._target.flush()
+        verified, self._removable = self._removable, []
+        if not verified:
+            return
+        self._target.refresh()
+        removable = [one for one in verified if not any(map(self._target.is_removed, one.copies))]
+        for one in removable:
+            if one.shard.is_indexed and not self._source.lists(one.entry.nonce, one.shard.row):
+                overwritten = self._source.state.entry(one.shard.row)
+                self._source.remove(overwritten, RemoveReason.PRUNED, is_swept=True)
+            self._source.remove(one.entry, RemoveReason.PRUNED, one.version)
+        self._source.flush()
+        with ThreadPoolExecutor(self._options.concurrency) as pool:
+            for one, is_deleted in zip(removable, pool.map(self._delete, removable), strict=True):
+                if not is_deleted:
+                    self._result.num_changed += 1
+                    reason = "was written anew at the source meanwhile, and stays there"
+                    self._result.tell(Notice("changed", one.shard.name.path, reason, True))
+                    continue
+                self._source.remove(one.entry, RemoveReason.PRUNED, one.version, is_swept=True)
+                self._result.num_deleted += 1
+                self._result.deleted_bytes += one.entry.size_bytes
+
+    def _delete(self, one: Removable) -> bool:
+        try:
+            self._from.delete(one.shard.name.path, version=one.version)
+        except VersionChanged:
+            return False
+        return True
+
+    def _carry_over(self, keys: Keys) -> None:
+        """Labels, pins and touches of chunks that the target has, by the first half of their keys, in order, where the
+        source says more of them than the target knows."""
+        here, there = self._plan.source.state, self._plan.target.state
+        known = {(label.name, label.key): label.created_ms for label in there.labels}
+        labels = [
+            label
+            for label in here.labels
+            if _holds(keys, label.key) and known.get((label.name, label.key), -1) < label.created_ms
+        ]
+        pinned = {pin.key: pin.created_ms for pin in there.pins}
+        pins = [pin for pin in here.pins if _holds(keys, pin.key) and pinned.get(pin.key, -1) < pin.created_ms]
+        self._target.note(labels, pins, _newer_touches(here, there, keys))
+
+
+def _holds(keys: Keys, key: bytes) -> bool:
+    number = np.uint64(key_number(key))
+    at = int(np.searchsorted(keys, number))
+    return at < len(keys) and bool(keys[at] == number)
+
+
+def _newer_touches(here: State, there: State, keys: Keys) -> list[tuple[int, int, int]]:
+    mine = here.touches[np.isin(here.touches["key"], keys)]
+    at = np.searchsorted(there.touches["key"], mine["key"])
+    days, hits = np.zeros(len(mine), np.int64), np.zeros(len(mine), np.int64)
+    if len(there.touches):
+        at = np.minimum(at, len(there.touches) - 1)
+        is_known = there.touches["key"][at] == mine["key"]
+        days[is_known] = there.touches["day"][at[is_known]]
+        hits[is_known] = there.touches["hits"][at[is_known]]
+    says_more = (mine["day"] > days) | (mine["hits"] > hits)
+    more = zip(mine["key"], np.maximum(mine["day"], days), np.maximum(mine["hits"], hits), says_more, strict=True)
+    return [(int(key), int(day), int(count)) for key, day, count, is_more in more if is_more]
