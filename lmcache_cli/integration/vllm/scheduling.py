@@ -18,18 +18,21 @@ from dataclasses import dataclass, field, replace
 
 from lmcache_cli.runtime.pages import BlockSpan
 from lmcache_cli.store import ChunkRef, Match, Namespace
+from lmcache_format.keys import ChunkKey
 
 from .caching import Caching, ChunkChain, Request, Uncached, Words, words_of
 from .plan import LoadOp, SaveOp, StepPlan, StepReport
 
 _GENERATION_DOMAIN = b"lmcache-generation-1"
+_NO_LIMIT = 1 << 62
+_AVOIDED_REMEMBERED = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulingOptions:
     """`num_ranks` writers hold a part each of every chunk; with more than one, or with `hold_saves`, what is saved in a
     step waits in memory until the step is known to have loaded well everywhere. A lookup is made again after
-    `recheck_s` while the request still waits."""
+    `recheck_s` while the request still waits; a chunk that could not be loaded is not promised for `avoid_s`."""
 
     block_size: int
     chunk_tokens: int
@@ -41,6 +44,7 @@ class SchedulingOptions:
     save_decode: bool = False
     partial_chunks: bool = False
     recheck_s: float = 1.0
+    avoid_s: float = 30.0
     lookup_timeout_s: float = 1.0
 
 
@@ -78,6 +82,8 @@ class _State:
     may_save: bool = True
     epoch: int = 0
     is_suspect: bool = False
+    match: Match | None = None
+    limit: int = _NO_LIMIT
 
 
 class StoreScheduler:
@@ -108,6 +114,7 @@ class StoreScheduler:
         self._in_flight: dict[int, dict[str, int]] = {}
         self._confirmed: list[int] = []
         self._refused: list[int] = []
+        self._avoided: dict[ChunkKey, float] = {}
         self._holds = options.hold_saves or options.num_ranks > 1
 
     # ---- what the engine asks ---------------------------------------------------------------------------------
@@ -128,6 +135,7 @@ class StoreScheduler:
         if match is None:
             return None, False
         state.local = num_local
+        match = state.match = self._without_avoided(match.up_to(state.limit))
         found = max(0, min(match.num_tokens, request.num_tokens - 1) - num_local)
         return found, found > 0 and self.options.load_async
 
@@ -135,8 +143,7 @@ class StoreScheduler:
         """The engine has given the request blocks; `num_external` of its tokens are to be loaded into them."""
         state = self._state_of(request)
         state.table = list(block_ids)
-        lookup = state.lookup
-        match = lookup.match if lookup is not None else None
+        match, state.match = state.match, None
         if match is not None:
             state.saved = len(match.keys)
         if num_external <= 0:
@@ -184,7 +191,8 @@ class StoreScheduler:
             state = self._states.get(request_id)
             if state is not None and drop.epoch >= state.epoch:
                 self._rewind(state, drop.depth)
-                state.is_suspect = state.is_suspect or drop.is_load
+                if drop.is_load:
+                    self._avoid(state, drop.depth)
         if report.failed:
             self._fail(min(report.failed))
         for step, ranks in report.done.items():
@@ -295,6 +303,8 @@ class StoreScheduler:
             state.is_tail_saved = True
         state.saved = full
         span = BlockSpan.of(state.table, self.options.block_size, first * size, limit)
+        for chunk in chunks if self._avoided else ():
+            self._avoided.pop(chunk.key, None)
         is_suspect, state.is_suspect = state.is_suspect, False
         return SaveOp(row.request_id, state.epoch, state.caching.adapter, chunks, span, is_suspect)
 
@@ -311,6 +321,26 @@ class StoreScheduler:
         state.saved = min(state.saved, depth)
         state.is_tail_saved = False
         state.lookup = None
+
+    def _avoid(self, state: _State, depth: int) -> None:
+        """A chunk could not be loaded, whatever the index says: never promise it to this request again, and to others
+        only when it was saved anew, or after a while."""
+        state.is_suspect = True
+        state.limit = min(state.limit, depth * self.options.chunk_tokens)
+        if state.words is not None and len(state.words) >= (depth + 1) * self.options.chunk_tokens:
+            (chunk,) = state.chain.full(state.words, depth, depth + 1)
+            self._avoided[chunk.key] = self._clock() + self.options.avoid_s
+            while len(self._avoided) > _AVOIDED_REMEMBERED:
+                del self._avoided[next(iter(self._avoided))]
+
+    def _without_avoided(self, match: Match) -> Match:
+        if not self._avoided:
+            return match
+        now = self._clock()
+        for depth, key in enumerate(match.keys):
+            if self._avoided.get(key, now) > now:
+                return match.up_to(depth * self.options.chunk_tokens)
+        return match
 
     def _fail(self, step: int) -> None:
         """Saves planned in a step whose loads failed, or after it, are not taken: plan them again."""
