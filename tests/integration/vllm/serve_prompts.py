@@ -37,9 +37,9 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     engine = {"max_model_len": 4608, "enforce_eager": True, "max_num_seqs": 8, **spec.get("engine", {})}
     llm = LLM(model=spec["model"], **transfer, **engine)
     start_s = time.perf_counter() - started
-    sampling = SamplingParams(temperature=0.0, max_tokens=spec.get("max_tokens", 8), ignore_eos=True)
     results = []
-    for batch in spec["batches"]:
+    for batch, max_tokens in zip(spec["batches"], spec["max_tokens"], strict=True):
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         prompts: list[Any] = []
         for number in batch:
             prompt: dict[str, Any] = {"prompt_token_ids": spec["prompts"][number]}
@@ -48,8 +48,7 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
                 prompt["cache_salt"] = salt
             prompts.append(prompt)
         began = time.perf_counter()
-        first = SamplingParams(temperature=0.0, max_tokens=1) if spec.get("ttft") else None
-        outputs = llm.generate(prompts, first or sampling, use_tqdm=False)
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
         took = time.perf_counter() - began
         results.append(
             {

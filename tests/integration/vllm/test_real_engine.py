@@ -1,0 +1,165 @@
+"""A real vLLM on the CPU with SmolLM2: every run is a process of its own.
+
+Greedy answers are compared with an engine without the connector whose own prefix cache ends at the same token, so that
+both compute a suffix of the same shape: other shapes round otherwise, and may answer otherwise, without any connector.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmcache_cli.integration.transformers.model_identity import identify
+from lmcache_cli.store import Namespace, Store
+from lmcache_format.identity import Identity
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(2400),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+RANDOM = np.random.default_rng(7)
+LONG, MIDDLE, SHORT = ([int(token) for token in RANDOM.integers(100, 40_000, n)] for n in (4100, 1000, 300))
+PROMPTS = [LONG, MIDDLE, SHORT, [*MIDDLE[:600], *SHORT[:250]]]
+TEXT_TOKENS = 12
+Serve = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def serve(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Serve:
+    """Run an engine; `results` holds one entry a batch."""
+
+    def run(connector: dict[str, Any] | None, batches: list[tuple[list[int], int]], **spec: Any) -> dict[str, Any]:
+        out = tmp_path_factory.mktemp("run") / "out.json"
+        spec = {
+            "model": str(model_dir),
+            "connector": connector,
+            "prompts": PROMPTS,
+            "batches": [batch for batch, _ in batches],
+            "max_tokens": [tokens for _, tokens in batches],
+            **spec,
+        }
+        script = Path(__file__).with_name("serve_prompts.py")
+        done = subprocess.run(
+            [sys.executable, script, json.dumps(spec), out], capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        return dict(json.loads(out.read_text()))
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kv") / "store"
+
+
+@pytest.fixture(scope="module")
+def control(serve: Serve) -> dict[str, Any]:
+    """Without a connector: each prompt cold, then from vLLM's own prefix cache, which ends at a multiple of 256."""
+    batches = [([0], 1), ([0], 1), ([0], TEXT_TOKENS)]
+    for number in (1, 2, 3):
+        batches += [([number], 1), ([number], TEXT_TOKENS)]
+    return serve(None, batches, engine={"block_size": 256})
+
+
+@pytest.fixture(scope="module")
+def stored(serve: Serve, root: Path) -> dict[str, Any]:
+    """The run that fills the store, 128 tokens a block."""
+    batches = [([0], 1), ([1], 1), ([2], 1), ([3], 1)]
+    return serve({"store": str(root), "create_store": True}, batches, engine={"block_size": 128})
+
+
+def answers(run: dict[str, Any], batches: list[int]) -> list[list[int]]:
+    return [run["results"][batch]["tokens"][0] for batch in batches]
+
+
+def cached(run: dict[str, Any], batches: list[int]) -> list[int]:
+    return [run["results"][batch]["cached"][0] for batch in batches]
+
+
+def test_the_engine_and_transformers_share_a_namespace(stored: dict[str, Any], root: Path, model_dir: Path):
+    with Store.open(str(root)) as store:
+        assert store.fingerprints() == [identify(model_dir).identity.fingerprint]
+        with store.namespace(identify(model_dir).identity) as namespace:
+            found = [namespace.match(prompt).num_tokens for prompt in PROMPTS]
+    assert found == [4096, 768, 256, 768]
+
+
+@pytest.mark.parametrize(("mode", "block_size"), [("sync", 32), ("async", 64)])
+def test_a_fresh_process_answers_as_vllms_own_prefix_cache_does(
+    serve: Serve, stored: dict[str, Any], control: dict[str, Any], root: Path, mode: str, block_size: int
+):
+    connector = {"store": str(root), "save": False, "load_async": mode == "async"}
+    batches = [([0], 1), ([0], 1), ([0], TEXT_TOKENS), *(([number], TEXT_TOKENS) for number in (1, 2, 3))]
+    hit = serve(connector, batches, engine={"block_size": block_size}, reset_between=True)
+    cold, warm = (control["results"][batch]["seconds"] for batch in (0, 1))
+    first, again = (hit["results"][batch]["seconds"] for batch in (0, 1))
+    sys.stderr.write(
+        f"\nTTFT of {len(LONG)} tokens, {mode}, block {block_size}: cold {cold:.3f} s, vLLM's prefix cache "
+        f"{warm:.3f} s, from the store {first:.3f} s (first), {again:.3f} s (then)\n"
+    )
+    assert cached(hit, [0, 1, 2, 3, 4, 5]) == [4096, 4096, 4096, 768, 256, 768]
+    assert cached(control, [2, 4, 6, 8]) == [4096, 768, 256, 768]
+    assert answers(hit, [2, 3, 4, 5]) == answers(control, [2, 4, 6, 8])
+    assert again < cold / 10
+
+
+def test_a_store_warmed_with_transformers_serves_vllm(
+    serve: Serve, stored: dict[str, Any], control: dict[str, Any], root: Path, model_dir: Path, tmp_path: Path
+):
+    other = tmp_path / "warmed"
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"name": "middle", "tokens": MIDDLE}) + "\n")
+    warm = [sys.executable, "-m", "lmcache_cli", "warm", "--store", str(other), "--model", str(model_dir)]
+    subprocess.run(
+        [sys.executable, "-m", "lmcache_cli", "init", "--store", str(other)], check=True, stdin=subprocess.DEVNULL
+    )
+    done = subprocess.run(
+        [*warm, "--prompts", str(prompts)],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    identity = identify(model_dir).identity
+    with Store.open(str(other)) as theirs, Store.open(str(root)) as ours:
+        with theirs.namespace(identity) as warmed, ours.namespace(identity) as served:
+            for error, cosine in compare(warmed, served, identity):
+                assert error < 0.03
+                assert cosine > 0.99
+    hit = serve({"store": str(other), "save": False}, [([1], TEXT_TOKENS)], engine={"block_size": 256})
+    assert cached(hit, [0])[0] >= 768
+    assert answers(hit, [0])[0][:1] == answers(control, [4])[0][:1]
+
+
+def compare(warmed: Namespace, served: Namespace, identity: Identity) -> list[tuple[float, float]]:
+    """Relative L2 error and least cosine of each layer and side over the first 512 tokens."""
+    loaded = []
+    for namespace in (warmed, served):
+        match = namespace.match(MIDDLE[:512], tails=False)
+        assert match.num_tokens == 512
+        loaded.append(namespace.load(match)[0])
+    found = []
+    for layer in range(identity.layers):
+        for side in ("k", "v"):
+            a, b = (
+                np.concatenate(
+                    [(buffer.array(layer, side).astype(np.uint32) << 16).view(np.float32) for buffer in kv], 1
+                )
+                for kv in loaded
+            )
+            a, b = (array.reshape(-1, array.shape[-1]).astype(np.float64) for array in (a, b))
+            cosines = (a * b).sum(1) / (np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1))
+            found.append((float(np.linalg.norm(a - b) / np.linalg.norm(b)), float(cosines.mean())))
+    return found
