@@ -341,6 +341,7 @@ class _Run:
                     self._take(shard, outcome)
             self._settle()
             self._ledger.flush()
+            self._tell_missing()
         except BaseException:
             with suppress(BackendError, StoreError):
                 self._ledger.flush()
@@ -416,6 +417,12 @@ class _Run:
             self._verified.append((shard, outcome))
         if self._ledger.is_due:
             self._settle()
+
+    def _tell_missing(self) -> None:
+        missing = self._plan.num_shards - self._seen
+        if missing > 0 and not self._deadline.is_over:
+            reason = f"{missing} shards of the index are not in the listing; run 'lmcache verify'"
+            self._result.problems.append(Outcome(Fate.FAILED, f"ns/{self._plan.fingerprint}/c", reason=reason))
 
     def _settle(self) -> None:
         """Publish the entries of new shards; only then may the old ones be marked."""

@@ -355,6 +355,7 @@ class _Run:
                     self._take(shards, outcome)
             self._settle()
             self._source.flush()
+            self._tell_missing()
         except BaseException:
             with suppress(BackendError, StoreError):
                 self._target.flush()
@@ -515,6 +516,12 @@ class _Run:
             self._removable += free
         if self._target.is_due or len(self._removable) >= _DELETED_AT_ONCE:
             self._settle()
+
+    def _tell_missing(self) -> None:
+        missing = self._num_planned - self._seen
+        if missing > 0 and not self._deadline.is_over:
+            reason = f"{missing} shards of the index are not in the listing; run 'lmcache verify' on the source"
+            self._result.tell(Notice("missing", f"ns/{self._plan.fingerprint}/c", reason, True))
 
     def _is_kept(self, shard: ListedShard) -> bool:
         return shard.is_indexed and bool(self._plan.kept[shard.row])
