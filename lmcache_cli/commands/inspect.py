@@ -39,6 +39,7 @@ RUN_COLUMNS = (
 )  # fmt: skip
 RUN_TERMINAL_COLUMNS = ("tree", "num_chunks", "end_tokens", "size_bytes", "last_used", "num_hits", "labels")
 DOCUMENT_COLUMNS = ("name", "status", "num_tokens", "num_usable_tokens", "key")
+PIN_TERMINAL_COLUMNS = ("key", "labels", "end_tokens", "expires", "num_chunks", "size_bytes")
 DOCUMENT_TERMINAL_COLUMNS = ("name", "status", "num_tokens")
 LEAST_KEY_DIGITS = 8
 
@@ -85,7 +86,7 @@ def inspect(
 ) -> ExitCode:
     """Look into a store, a namespace, a chunk, or a shard file; or find out why a prompt would miss.
 
-    Of a store it shows its properties and namespaces; of a namespace its identity, its documents, and the tree of
+    Of a store it shows its properties and namespaces; of a namespace its identity, documents, pins, and the tree of
     prefixes, a line for every run of chunks without a branch; of a chunk (at least 8 digits of its key) what its shards
     say about themselves; of a file the same, with every checksum compared. With a prompt and a model it says how many
     tokens would hit, which chunk is the first that does not, and what differs from what is stored.
@@ -137,7 +138,7 @@ def _inspect_named(session: Session, store: Store, start: str, limit: int) -> Ex
         raise Refused(f"{len(matching)} namespaces start with {start!r}", "write more of its fingerprint")
     if matching:
         with open_for_reading(store, store.identity(matching[0])) as namespace:
-            return _inspect_namespace(session, namespace, limit)
+            return _inspect_namespace(session, store, namespace, limit)
     if len(start) < LEAST_KEY_DIGITS:
         raise Refused(
             f"no namespace starts with {start!r} in {store.url}",
@@ -146,10 +147,13 @@ def _inspect_named(session: Session, store: Store, start: str, limit: int) -> Ex
     return _inspect_chunks(session, store, start)
 
 
-def _inspect_namespace(session: Session, namespace: Namespace, limit: int) -> ExitCode:
+def _inspect_namespace(session: Session, store: Store, namespace: Namespace, limit: int) -> ExitCode:
+    from lmcache_cli.commands.pin import COLUMNS as PIN_COLUMNS
+    from lmcache_cli.commands.pin import described_pin
     from lmcache_cli.commands.prefix_tree import PrefixTree
     from lmcache_cli.store.chunk_table import chunk_table
     from lmcache_cli.store.documents import documents_of
+    from lmcache_cli.store.targets import held_pins
     from lmcache_format.geometry import whole_part
 
     output, identity = session.output, namespace.identity
@@ -163,6 +167,9 @@ def _inspect_namespace(session: Session, namespace: Namespace, limit: int) -> Ex
             columns=DOCUMENT_COLUMNS,
             terminal_columns=DOCUMENT_TERMINAL_COLUMNS,
         )
+    pins = held_pins(store, namespace.fingerprint)
+    if pins:
+        output.table("pin", map(described_pin, pins), columns=PIN_COLUMNS, terminal_columns=PIN_TERMINAL_COLUMNS)
     tree = PrefixTree(table)
     rows = ({"tree": run.tree, **fields_of(run)} for run in itertools.islice(tree.runs(), limit))
     num_shown = output.table("prefix", rows, columns=RUN_COLUMNS, terminal_columns=RUN_TERMINAL_COLUMNS)
@@ -175,6 +182,7 @@ def _inspect_namespace(session: Session, namespace: Namespace, limit: int) -> Ex
         num_runs=tree.num_runs,
         num_left_out=num_left_out,
         num_shards=len(table.state),
+        num_pins=len(pins),
         num_documents=len(documents),
         num_complete_documents=num_complete,
         documents=_completeness(num_complete, len(documents)),

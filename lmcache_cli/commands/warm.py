@@ -25,6 +25,7 @@ from lmcache_cli.commands.model_options import (
     read_all_prompts,
     tokenize,
 )
+from lmcache_cli.commands.quantity_options import duration_s
 from lmcache_cli.errors import Refused
 from lmcache_cli.exit_codes import ExitCode
 
@@ -58,6 +59,7 @@ class DurabilityName(StrEnum):
     examples=(
         "lmcache warm --store /srv/kv --model ./SmolLM2 --documents handbook.txt faq.txt",
         "lmcache warm --store /srv/kv --model ./SmolLM2 --prompts prompts.jsonl --chat-template",
+        "lmcache warm --store /srv/kv --model ./SmolLM2 --documents handbook.txt --pin --ttl 7d",
         "lmcache warm --store /srv/kv --model ./SmolLM2 --documents handbook.txt --dry-run",
     ),
     exit_codes=(ExitCode.DAMAGE, ExitCode.NO_STORE, ExitCode.TOO_NEW, ExitCode.INTERRUPTED),
@@ -91,6 +93,11 @@ def warm(
         bool,
         typer.Option("--resume/--no-resume", help="Go on where an earlier run stopped; without, refuse if one did."),
     ] = True,
+    pin: Annotated[bool, typer.Option("--pin", help="Keep what is warmed from being pruned.")] = False,
+    ttl: Annotated[
+        int | None,
+        typer.Option("--ttl", parser=duration_s, metavar="DURATION", help="Let pins go after so long: 7d."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be computed and written, and how long it takes.")
     ] = False,
@@ -106,6 +113,8 @@ def warm(
     url = session.settings.required_store()
     if piece_tokens % chunk_tokens:
         raise Refused(f"--piece-tokens {piece_tokens} is no multiple of --chunk-tokens {chunk_tokens}")
+    if ttl is not None and not pin:
+        raise Refused("--ttl without --pin", "add --pin, or leave it out")
     _check_codec(codec)
     found = read_all_prompts(documents, more_documents, prompts, salt)
     with Store.open(url) as store:
@@ -135,7 +144,19 @@ def warm(
                 return _dry_run(session, namespace, load, todo)
             if not resume:
                 _refuse_unfinished(namespace, todo)
-            return _warm(session, namespace, load, todo, batch_size=batch_size, keep_tokens=keep_tokens)
+            ending = _warm(session, namespace, load, todo, batch_size=batch_size, keep_tokens=keep_tokens)
+            if pin:
+                _pin(namespace, todo, None if ttl is None else store.backend.now_ms() + ttl * 1000)
+            return ending
+
+
+def _pin(namespace: Namespace, documents: Sequence[WarmDocument], expires_ms: int | None) -> None:
+    """Pin what is present of every document, which is all of it unless it failed."""
+    for document in documents:
+        chunks = namespace.match(document.tokens, salt=document.salt).chunks()
+        if chunks:
+            namespace.pin(chunks[-1].key, expires_ms)
+    namespace.flush()
 
 
 def _check_codec(codec: str) -> None:

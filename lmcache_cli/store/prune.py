@@ -79,7 +79,7 @@ class PruneRules:
 
     Ages in ms; `older_than_ms` and `unused_for_ms` together mean both. Limits are on what is left of the scope. `key`:
     chunks whose key begins so, with all after them. `everything`: all of the scope. The scope is the whole store unless
-    `namespaces`, `models` (a shell pattern) or `salt` (the chunks of that tenant) narrow it. `max_delete_bytes` bounds
+    `namespaces`, `models` (shell patterns) or `salt` (the chunks of that tenant) narrow it. `max_delete_bytes` bounds
     what one run takes.
     """
 
@@ -93,7 +93,7 @@ class PruneRules:
     prompt: PromptChunks | None = None
     everything: bool = False
     namespaces: tuple[Fingerprint, ...] | None = None
-    models: str | None = None
+    models: tuple[str, ...] = ()
     salt: str | None = None
     max_delete_bytes: int | None = None
 
@@ -294,7 +294,7 @@ def _open_namespaces(store: Store, rules: PruneRules, plan: PrunePlan, now_ms: i
         if found.identity is None or problem:
             plan.unreadable.append((fingerprint, problem or "its identity cannot be read"))
             continue
-        if rules.models is not None and not fnmatchcase(found.identity.model, rules.models):
+        if rules.models and not any(fnmatchcase(found.identity.model, pattern) for pattern in rules.models):
             continue
         table = chunk_table(index.state, whole_part(found.identity))
         candidates = Candidates.of(table, now_ms)

@@ -32,6 +32,14 @@ CALLS: dict[str, tuple[str, ...]] = {
     "compress dry run": ("compress", "--dry-run"),
     "compress": ("compress",),
     "migrate": ("migrate", "{store}", "other", "--dry-run"),
+    "prune": ("prune", "--max-count", "4", "--dry-run"),
+    "prune nothing": ("prune", "--older-than", "30d"),
+    "sweep": ("prune", "--sweep-only"),
+    "rm": ("rm", "{key}", "--dry-run"),
+    "rm prompt": ("rm", "--model", ".", "--tokens", "ids.json", "--dry-run"),
+    "pin": ("pin", "{key}"),
+    "pin prompt": ("pin", "--model", ".", "--tokens", "ids.json", "--ttl", "7d"),
+    "unpin": ("unpin", "{pinned}"),
     "doctor": ("doctor",),
     "warm dry run": ("warm", *_ENGINE, "--dry-run"),
     "warm": ("warm", *_ENGINE),
@@ -78,6 +86,7 @@ def make_scene(folder: Path, store: Path) -> Scene:
             put_document(namespace, tokens)
             last = refs(ENGINE_IDENTITY, tokens)[-1]
             namespace.label(name, last.key, len(tokens), last.depth)
+        namespace.pin(last.key)
     Store.create(str(folder / "other")).close()
     scene = Scene(folder, store)
     lines = [{"name": "first", "tokens": DOCUMENT}, {"name": "second [2007]", "tokens": SECOND}]
