@@ -1,4 +1,5 @@
 """What an engine needs to load and save while it serves: buffers, verified loads, background saves.
 
-Knows no engine. May import store, kernels, format and back-ends; torch only in `torch_pages` and `gpu_connector`.
+`engine`, `config`, `token_database`, `storage_manager`, `gpu_connector` and `memory` hold the same machinery under the
+field's names. Knows no engine. May import store, kernels, format and back-ends; torch only in `torch_pages`.
 """
