@@ -38,7 +38,7 @@ class ServerMissing(Exception):
 
 @dataclass
 class Server:
-    """A running server. `restart` brings it back with the same data on the same ports."""
+    """A running server. After `kill`, `start` brings it back on the same ports, with the data it keeps on disk."""
 
     endpoint: str
     arguments: Sequence[str | Path]
@@ -147,17 +147,16 @@ def s3_server(directory: Path) -> Server:
 
 
 def gcs_server(directory: Path) -> Server:
-    """fake-gcs-server over plain HTTP; its bucket directory is read at start."""
+    """fake-gcs-server over plain HTTP, with its objects in memory: on a disk it syncs every one of them."""
     program = _fake_gcs()
     (port,) = free_ports(1)
-    (directory / "data").mkdir(parents=True)
     arguments: list[str | Path] = [
         program,
         *("-scheme", "http"),
         *("-host", "127.0.0.1"),
         *("-port", str(port)),
         *("-public-host", f"127.0.0.1:{port}"),
-        *("-filesystem-root", directory / "data"),
+        *("-backend", "memory"),
         *("-log-level", "error"),
     ]
     endpoint = f"http://127.0.0.1:{port}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from lmcache_cli.backends.breaker import CircuitBreaker
-from lmcache_cli.backends.errors import BackendError, NotFound, Unavailable
+from lmcache_cli.backends.errors import AlreadyExists, BackendError, NotFound, Unavailable
 from lmcache_cli.backends.protocol import Backend, Durability, ObjectInfo, ReadHandle
 from lmcache_cli.backends.wrapper import BackendWrapper, HandleWrapper
 
@@ -140,8 +140,21 @@ class RetryBackend(BackendWrapper):
             except NotFound:
                 if tries == 1 or self.inner.stat(to) is None:
                     raise  # otherwise an earlier try did it, and only its answer was lost
+            except AlreadyExists:
+                if tries == 1 or not self._finish_move(name, to):
+                    raise
 
         self.call(name, attempt)
+
+    def _finish_move(self, name: str, to: str) -> bool:
+        """Where an earlier try copied the object, and went no further: remove the original."""
+        source, target = self.inner.stat(name), self.inner.stat(to)
+        if source is None or target is None or source.crc32c is None:
+            return False
+        if (source.size_bytes, source.crc32c) != (target.size_bytes, target.crc32c):
+            return False
+        self.inner.delete(name, version=source.version)
+        return True
 
     def now_ms(self) -> int:
         return self.call("the store's clock", self.inner.now_ms)

@@ -59,8 +59,6 @@ class BackendContract:
     """False where the back-end cannot decide a race between two creators."""
     pins_objects = True
     """False where an open handle cannot keep what was deleted or replaced, and says so."""
-    longest_component = 255
-    """Shorter only where a server used in tests cannot take what the service can."""
     many_names = 10_000
     """How long the long listing is; shorter where the walk is one that another class tests already."""
 
@@ -231,8 +229,6 @@ class BackendContract:
 
     @pytest.mark.parametrize("name", GOOD_NAMES)
     def test_good_name_is_taken(self, backend: Backend, name: str) -> None:
-        if max(map(len, name.split("/"))) > self.longest_component:
-            pytest.skip(f"the server takes {self.longest_component} characters")
         backend.put(name, [b"1"], durability=Durability.NONE)
         assert names(backend) == [name]
         assert backend.read(name) == b"1"

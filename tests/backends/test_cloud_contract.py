@@ -40,8 +40,6 @@ class TestS3(CloudContract):
 
 
 class TestGcs(CloudContract):
-    longest_component = 240  # fake-gcs-server keeps objects as files, with something added to their names
-
     @pytest.fixture
     def backend(self, gcs_url: str) -> Iterator[Backend]:
         backend = open_backend(gcs_url)

@@ -18,6 +18,7 @@ from lmcache_cli.backends import Durability, Unavailable, open_backend
 from lmcache_cli.backends.cloud.backend import CloudBackend, Deadlines
 from lmcache_cli.backends.retry import RetryBackend, RetryPolicy
 from lmcache_cli.store import Namespace, PutStatus, Store, StoreExists, WriterOptions
+from lmcache_cli.store.probing import Outcome, probe_backend
 from lmcache_cli.store.survey import Level
 from lmcache_cli.store.verify import VerifyOptions, verify
 from lmcache_format.identity import Identity
@@ -90,6 +91,15 @@ def test_index_is_compacted_and_old_segments_go(store: Store, url: str, identity
     segments = list(store.backend.list(f"ns/{identity.fingerprint}/m"))
     assert len(segments) < 20
     assert reopened(url, identity, document(4 * 40, seed=3)) == 160
+
+
+def test_place_keeps_what_it_promises(store: Store, bucket: Bucket) -> None:
+    found = {probe.name: probe for probe in probe_backend(store.backend)}
+    assert {probe.outcome for probe in found.values()} <= {Outcome.WORKS, Outcome.LACKING}
+    assert found["create once"].outcome is Outcome.WORKS
+    keeps_versions = bucket.scheme == "s3"  # the emulator of the other does not, the service does
+    assert (found["delete by version"].outcome is Outcome.WORKS) == keeps_versions
+    assert list(store.backend.list("tmp")) == []
 
 
 _WRITER = """

@@ -259,11 +259,9 @@ class CloudBackend:
         source = await self.service.head(name)
         if source is None:
             raise NotFound(f"{name}: no such object in {self.url}", name=name)
-        target = await self.service.head(to)
-        if target is None:
-            await self._copy(name, to, source)
-        elif not target.is_copy_of(source):  # a copy is there already where an answer was lost
+        if await self.service.head(to) is not None:
             raise AlreadyExists(f"{to}: exists in {self.url}", name=to)
+        await self._copy(name, to, source)
         try:
             await self._delete_if(name, source.version)
         except VersionChanged:
@@ -277,7 +275,7 @@ class CloudBackend:
             target = await self.service.head(to)
             if target is None or not target.is_copy_of(source):
                 raise
-            return  # by an earlier try, whose answer was lost
+            return  # by this very request, which the client library sent twice: nothing was there just now
         if made.size_bytes != source.size_bytes or (made.crc32c or source.crc32c) != source.crc32c:
             raise Unavailable(f"{name}: its copy {to} in {self.url} is not the same", name=name)
 

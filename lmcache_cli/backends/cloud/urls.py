@@ -52,7 +52,7 @@ class BucketUrl:
         for name, value in self.options.items():
             allowed = public.get(name, frozenset())
             shown = without_password(value) if allowed is None or value in allowed else MASK
-            parts.append(f"{name}={quote(shown, safe=':/*')}")
+            parts.append(f"{name}={quote(shown, safe=':/*@')}")
         credentials = f"{MASK}@" if self.key or self.secret else ""
         where = f"{self.bucket}/{self.prefix}" if self.prefix else self.bucket
         return f"{self.scheme}://{credentials}{where}{'?' if parts else ''}{'&'.join(parts)}"
