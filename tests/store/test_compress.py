@@ -19,8 +19,8 @@ from lmcache_cli.store.compress import (
     apply_compress,
     plan_compress,
 )
-from lmcache_cli.store.sweep import sweep
 from lmcache_cli.store.selection import Selection
+from lmcache_cli.store.sweep import sweep
 from lmcache_cli.store.verify import verify
 from lmcache_format.encodings import resolve_encoding
 from lmcache_format.names import ShardName

@@ -25,8 +25,8 @@ from lmcache_cli.store.migrate import (
     plan_migrate,
 )
 from lmcache_cli.store.pace import Pace
-from lmcache_cli.store.sweep import sweep
 from lmcache_cli.store.selection import Selection
+from lmcache_cli.store.sweep import sweep
 from lmcache_cli.store.verify import verify
 from lmcache_format.encodings import resolve_encoding
 from lmcache_format.geometry import Part, rank_part
