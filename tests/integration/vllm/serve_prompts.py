@@ -1,7 +1,7 @@
 """One run of a real vLLM engine in its own process: JSON in as the first argument, JSON out to the file named second.
 
 {"model": "…", "engine": {…}, "connector": {…} | null, "config": {…}, "prompts": [[ids…], …], "batches": [[0, 1], …],
- "max_tokens": 8, "salts": […] }
+ "max_tokens": [8, …], "salts": {…}, "reset_between": false, "pause_s": 0, "transfer": {…}, "metrics": false}
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
             "kv_connector_extra_config": spec["connector"],
             **spec.get("config", {}),
         }
+    if spec.get("transfer"):
+        transfer["kv_transfer_config"] = spec["transfer"]
     started = time.perf_counter()
     engine = {"max_model_len": 4608, "enforce_eager": True, "max_num_seqs": 8, **spec.get("engine", {})}
     llm = LLM(model=spec["model"], **transfer, **engine)
@@ -61,7 +63,12 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
         if spec.get("reset_between"):
             llm.reset_prefix_cache()
         time.sleep(spec.get("pause_s", 0.0))
-    return {"start_s": start_s, "results": results}
+    metrics = {}
+    if spec.get("metrics"):
+        for metric in llm.get_metrics():
+            if metric.name.startswith(("vllm:lmcache_store", "vllm:external_prefix", "vllm:num_preempt")):
+                metrics[metric.name] = getattr(metric, "value", None)
+    return {"start_s": start_s, "results": results, "metrics": metrics}
 
 
 if __name__ == "__main__":

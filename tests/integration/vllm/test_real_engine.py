@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -135,7 +136,7 @@ def test_a_store_warmed_with_transformers_serves_vllm(
     identity = identify(model_dir).identity
     with Store.open(str(other)) as theirs, Store.open(str(root)) as ours:
         with theirs.namespace(identity) as warmed, ours.namespace(identity) as served:
-            for error, cosine in compare(warmed, served, identity):
+            for error, cosine in compare(warmed, served, identity, MIDDLE[:512]):
                 assert error < 0.03
                 assert cosine > 0.99
     hit = serve({"store": str(other), "save": False}, [([1], TEXT_TOKENS)], engine={"block_size": 256})
@@ -143,12 +144,76 @@ def test_a_store_warmed_with_transformers_serves_vllm(
     assert answers(hit, [0])[0][:1] == answers(control, [4])[0][:1]
 
 
-def compare(warmed: Namespace, served: Namespace, identity: Identity) -> list[tuple[float, float]]:
-    """Relative L2 error and least cosine of each layer and side over the first 512 tokens."""
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_damage_preemption_and_prompts_in_pieces_poison_nothing(
+    serve: Serve, stored: dict[str, Any], root: Path, model_dir: Path, tmp_path: Path, mode: str
+):
+    """Four requests at once, in pieces of 512 tokens, in too few blocks for all of them, on a store of which one chunk
+    is damaged and one is gone: all are answered, and what is stored then is what the model computes."""
+    own = tmp_path / "copy"
+    shutil.copytree(root, own)
+    identity = identify(model_dir).identity
+    with Store.open(str(own)) as store, store.namespace(identity) as namespace:
+        chunks = namespace.match(MIDDLE).chunks()
+        gone = namespace.match(LONG).chunks()[3]
+    damaged = next(own.rglob(f"{chunks[1].key.hex()}.*"))
+    data = damaged.read_bytes()
+    damaged.write_bytes(data[:-100] + bytes([data[-100] ^ 1]) + data[-99:])
+    next(own.rglob(f"{gone.key.hex()}.*")).unlink()
+    engine = {
+        "block_size": 128,
+        "num_gpu_blocks_override": 37,
+        "max_num_batched_tokens": 512,
+        "disable_log_stats": False,
+    }
+    run = serve({"store": str(own), "load_async": mode == "async"}, [([1, 2, 3, 0], 24)], engine=engine, metrics=True)
+    (result,) = run["results"]
+    sys.stderr.write(f"\n{mode}: {run['metrics']}\n")
+    assert result["finish"] == ["length"] * 4
+    assert run["metrics"]["vllm:lmcache_store_load_failed"] >= 1
+    with Store.open(str(own)) as mine, Store.open(str(root)) as theirs:
+        with mine.namespace(identity) as after, theirs.namespace(identity) as before:
+            for prompt in (MIDDLE, LONG):
+                count = before.match(prompt, tails=False).num_tokens
+                assert after.match(prompt, tails=False).num_tokens == count
+                for error, cosine in compare(after, before, identity, prompt[:count]):
+                    assert error < 0.05
+                    assert cosine > 0.99
+
+
+def test_beside_another_connector_with_statistics_on(
+    serve: Serve, stored: dict[str, Any], control: dict[str, Any], root: Path, tmp_path: Path
+):
+    ours = {
+        "kv_connector": "LMCacheStoreConnector",
+        "kv_connector_module_path": "lmcache_cli.integration.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"store": str(root), "save": False},
+    }
+    other = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    transfer = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [ours, other]},
+    }
+    engine = {"block_size": 128, "disable_log_stats": False}
+    run = serve(None, [([1], TEXT_TOKENS), ([2], TEXT_TOKENS)], transfer=transfer, engine=engine, metrics=True)
+    assert cached(run, [0, 1]) == [768, 256]
+    assert answers(run, [0, 1]) == answers(control, [4, 6])
+    assert run["metrics"]["vllm:external_prefix_cache_hits"] == 768 + 256
+
+
+def compare(warmed: Namespace, served: Namespace, identity: Identity, tokens: list[int]) -> list[tuple[float, float]]:
+    """Relative L2 error and mean cosine of each layer and side over `tokens`, whole chunks."""
     loaded = []
     for namespace in (warmed, served):
-        match = namespace.match(MIDDLE[:512], tails=False)
-        assert match.num_tokens == 512
+        match = namespace.match(tokens, tails=False)
+        assert match.num_tokens == len(tokens)
         loaded.append(namespace.load(match)[0])
     found = []
     for layer in range(identity.layers):
