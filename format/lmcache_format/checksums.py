@@ -5,6 +5,7 @@ Neither guards against an attacker, only against accidents; see the threat model
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import crc32c as _crc32c
@@ -15,9 +16,8 @@ DIGEST_BYTES = 16
 _CRC32C_POLYNOMIAL = 0x82F63B78
 
 
-def xxh3(data: Buffer) -> bytes:
-    """XXH3-128 with seed 0, 16 bytes in canonical (big-endian) order."""
-    return xxhash.xxh3_128_digest(data)
+xxh3: Callable[[Buffer], bytes] = xxhash.xxh3_128_digest
+"""XXH3-128 with seed 0, 16 bytes in canonical (big-endian) order. Not wrapped: it runs a thousand times a chunk."""
 
 
 def xxh3_hex(data: Buffer) -> str:

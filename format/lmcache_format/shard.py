@@ -147,7 +147,8 @@ class StoredTensor:
 @dataclass(frozen=True, slots=True)
 class ShardHeader:
     """A parsed header. `checksums` cover the stored bytes: one digest a slab where raw, one a tensor where encoded;
-    `decoded_checksums` cover the slabs that a lossless encoding gives back, and are empty where raw or lossy."""
+    `decoded_checksums` cover the slabs that a lossless encoding gives back, and are empty where raw or lossy.
+    `tensor_checksums`, one digest a tensor, may stand beside the former where raw: for readers of whole shards."""
 
     meta: ShardMeta
     tensors: tuple[StoredTensor, ...]
@@ -156,6 +157,7 @@ class ShardHeader:
     data_start: int
     file_bytes: int
     header_checksum: str
+    tensor_checksums: bytes = b""
 
     @property
     def data_bytes(self) -> int:
@@ -164,7 +166,11 @@ class ShardHeader:
 
 
 def build_header(
-    meta: ShardMeta, checksums: bytes, stored_bytes: Sequence[int] | None = None, decoded_checksums: bytes = b""
+    meta: ShardMeta,
+    checksums: bytes,
+    stored_bytes: Sequence[int] | None = None,
+    decoded_checksums: bytes = b"",
+    tensor_checksums: bytes = b"",
 ) -> bytes:
     """The header of a shard, padded so that data starts at a multiple of 4096.
 
@@ -176,8 +182,10 @@ def build_header(
     if is_raw != (stored_bytes is None):
         raise ShardError("exactly encoded shards have stored sizes", found=meta.encoding.name)
     _check_digest_counts(specs, is_raw, meta.encoding.is_lossless, checksums, decoded_checksums, ShardError)
+    _check_tensor_digests(specs, is_raw, tensor_checksums)
     table = _raw_layout(meta).table if stored_bytes is None else _encoded_table(specs, stored_bytes)
-    text = (_START + _BLANK + b'"' + _metadata_text(meta, checksums, decoded_checksums) + b"}" + table.encode()) + b"}"
+    metadata = _metadata_text(meta, checksums, decoded_checksums, tensor_checksums)
+    text = _START + _BLANK + b'"' + metadata + b"}" + table.encode() + b"}"
     padded = -(_LENGTH.size + len(text)) % ALIGNMENT + len(text)
     if padded + _LENGTH.size > MAX_HEADER_BYTES:
         raise ShardError("header is too long", expected=f"at most {MAX_HEADER_BYTES} bytes", found=padded)
@@ -238,11 +246,13 @@ def parse_header(header: Buffer, file_bytes: int | None = None) -> ShardHeader:
     checksums = _digests(metadata, "lmcache.checksums")
     decoded = _digests(metadata, "lmcache.decoded_checksums") if "lmcache.decoded_checksums" in metadata else b""
     _check_digest_counts(specs, is_raw, meta.encoding.is_lossless, checksums, decoded, ShardError)
+    of_tensors = _digests(metadata, "lmcache.tensor_checksums") if "lmcache.tensor_checksums" in metadata else b""
+    _check_tensor_digests(specs, is_raw, of_tensors)
     tensors = _parse_raw_table(meta, text[table_at:]) if is_raw else _parse_encoded_table(specs, text[table_at:])
     expected = size + tensors[-1].end
     if file_bytes is not None and file_bytes != expected:
         raise ShardError("file has another length than its header says", expected=expected, found=file_bytes)
-    return ShardHeader(meta, tensors, checksums, decoded, size, expected, claimed)
+    return ShardHeader(meta, tensors, checksums, decoded, size, expected, claimed, of_tensors)
 
 
 def _verify_header_checksum(header: Buffer) -> str:
@@ -269,7 +279,7 @@ def _split_header(header: Buffer) -> tuple[str, int, dict[str, str]]:
     return text, table_at, metadata
 
 
-def _metadata_text(meta: ShardMeta, checksums: bytes, decoded_checksums: bytes) -> bytes:
+def _metadata_text(meta: ShardMeta, checksums: bytes, decoded_checksums: bytes, tensor_checksums: bytes) -> bytes:
     """The members of `__metadata__` after the header checksum, each with its leading comma."""
     fields = {
         "format": FORMAT,
@@ -284,10 +294,10 @@ def _metadata_text(meta: ShardMeta, checksums: bytes, decoded_checksums: bytes) 
         "head_dims": f"{meta.head_dim_k},{meta.head_dim_v}",
         "encoding": meta.encoding.to_json(),
         "checksums": f"{CHECKSUM}:{base64.b64encode(checksums).decode()}",
-        "nonce": meta.nonce,
-        "writer": meta.writer,
-        "created": str(meta.created_ms),
     }
+    if tensor_checksums:
+        fields["tensor_checksums"] = f"{CHECKSUM}:{base64.b64encode(tensor_checksums).decode()}"
+    fields |= {"nonce": meta.nonce, "writer": meta.writer, "created": str(meta.created_ms)}
     if decoded_checksums:
         fields["decoded_checksums"] = f"{CHECKSUM}:{base64.b64encode(decoded_checksums).decode()}"
     for name, value in (("producer", meta.producer), ("provenance", meta.provenance)):
@@ -407,7 +417,7 @@ def _check_digest_counts(
     decoded: bytes,
     error: type[FormatError],
 ) -> None:
-    slabs = sum(spec.num_slabs for spec in specs)
+    slabs = len(specs) * specs[0].num_slabs  # every tensor of a part has as many heads
     stored = slabs if is_raw else len(specs)
     if len(checksums) != stored * DIGEST_BYTES:
         raise error("checksums are not one for each stored piece", expected=stored, found=len(checksums) / DIGEST_BYTES)
@@ -415,6 +425,14 @@ def _check_digest_counts(
     if len(decoded) != decoded_count * DIGEST_BYTES:
         raise error(
             "decoded checksums are not one for each slab", expected=decoded_count, found=len(decoded) / DIGEST_BYTES
+        )
+
+
+def _check_tensor_digests(specs: Sequence[TensorSpec], is_raw: bool, checksums: bytes) -> None:
+    if checksums and (not is_raw or len(checksums) != len(specs) * DIGEST_BYTES):
+        expected = f"{len(specs)}, in raw shards only"
+        raise ShardError(
+            "tensor checksums are not one a tensor", expected=expected, found=len(checksums) / DIGEST_BYTES
         )
 
 
@@ -489,3 +507,85 @@ def _parse_encoded_table(specs: tuple[TensorSpec, ...], table: str) -> tuple[Sto
     if table != _encoded_table(specs, [tensor.end - tensor.begin for tensor in tensors]) + "}":
         raise ShardError("tensor table is not in canonical form")
     return tuple(tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderLikeness:
+    """What the headers of one writer's raw shards have in common, so that the next one is compared and not parsed.
+
+    Made from a header that was parsed. All that may differ is key, parent, depth, checksums, nonce and time; of these
+    the first three are given, and the rest is taken from where it must stand. Anything else is for `parse_header`.
+    """
+
+    before_key: bytes
+    before_parent: bytes
+    before_depth: bytes
+    before_checksums: bytes
+    checksum_characters: int
+    before_tensor_checksums: bytes
+    tensor_checksum_characters: int
+    before_nonce: bytes
+    before_created: bytes
+    end: bytes
+
+    @classmethod
+    def of(cls, header: Buffer, parsed: ShardHeader) -> HeaderLikeness | None:
+        """None for a header that is not of the common kind: encoded, without checksums of whole tensors, in another
+        order, or with members that change from shard to shard."""
+        meta = parsed.meta
+        if not parsed.tensor_checksums or meta.tokens is not None or meta.provenance:
+            return None
+        checksums, tensor_checksums = (base64.b64encode(one) for one in (parsed.checksums, parsed.tensor_checksums))
+        rest = bytes(header[_CHECKSUM_AT + 32 :]).rstrip(b" ")
+        pieces = []
+        for marker, value in (
+            (b'"lmcache.key":"', meta.key.hex().encode()),
+            (b'"lmcache.parent":"', meta.parent.hex().encode()),
+            (b'"lmcache.depth":"', b"%d" % meta.depth),
+            (b'"lmcache.checksums":"xxh3-128:', checksums),
+            (b'"lmcache.tensor_checksums":"xxh3-128:', tensor_checksums),
+            (b'"lmcache.nonce":"', meta.nonce.encode()),
+            (b'"lmcache.created":"', b"%d" % meta.created_ms),
+        ):
+            before, found, after = rest.partition(marker)
+            if not found or not after.startswith(value + b'"'):
+                return None
+            pieces.append(before + marker)
+            rest = after[len(value) :]
+        key, parent, depth, slab, tensor, nonce, created = pieces
+        return cls(key, parent, depth, slab, len(checksums), tensor, len(tensor_checksums), nonce, created, rest)
+
+    def tensor_checksums_of(self, header: Buffer, key: bytes, parent: bytes, depth: int) -> bytes | None:
+        """The tensors' checksums of a raw shard whose header is alike in everything, its own checksum being right.
+
+        None where it is not, for whatever reason: parse it to learn which.
+        """
+        whole = bytes(header)
+        start = self.before_key + key.hex().encode() + self.before_parent + parent.hex().encode()
+        start += self.before_depth + b"%d" % depth + self.before_checksums
+        at = _CHECKSUM_AT + 32 + len(start)
+        tensor_mark = at + self.checksum_characters
+        tensor_at = tensor_mark + len(self.before_tensor_checksums)
+        tensor_end = tensor_at + self.tensor_checksum_characters
+        nonce_at = tensor_end + len(self.before_nonce)
+        nonce_end = nonce_at + 2 * NONCE_BYTES
+        created_at = nonce_end + len(self.before_created)
+        created_end = whole.find(b'"', created_at)
+        is_alike = (
+            whole.startswith(_START, _LENGTH.size)
+            and whole.startswith(start, _CHECKSUM_AT + 32)
+            and whole.startswith(self.before_tensor_checksums, tensor_mark)
+            and whole.startswith(self.before_nonce, tensor_end)
+            and _HEX16.fullmatch(whole[nonce_at:nonce_end].decode("latin-1")) is not None
+            and whole.startswith(self.before_created, nonce_end)
+            and _DECIMAL.fullmatch(whole[created_at:created_end].decode("latin-1")) is not None
+            and whole.startswith(self.end, created_end)
+            and whole.count(b" ", created_end + len(self.end)) == len(whole) - created_end - len(self.end)
+        )
+        if not is_alike:
+            return None
+        try:
+            _verify_header_checksum(whole)
+            return binascii.a2b_base64(whole[tensor_at:tensor_end], strict_mode=True)
+        except (ChecksumMismatch, binascii.Error):
+            return None

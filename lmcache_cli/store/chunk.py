@@ -13,6 +13,8 @@ from lmcache_format.geometry import Part, TensorSpec, part_bytes, part_tensors
 from lmcache_format.identity import Identity
 
 Array = npt.NDArray[np.generic]
+BlockViews = tuple[int, int, list[memoryview], list[memoryview], slice]
+"""Of a block: offset in the file's data, end in the buffer, its memory, that of its slabs, where its digests are."""
 
 
 class ChunkBuffer:
@@ -34,6 +36,8 @@ class ChunkBuffer:
                 "memory does not fit the chunk", expected=f"{self.size_bytes} writable bytes", found=self.memory.nbytes
             )
         self.tensors: dict[str, Array] = self._views()
+        self.views: list[BlockViews] = []
+        self.views_of: object = None
 
     def array(self, layer: int, side: str) -> Array:
         """`[H, T, D]` (`[T, D]` for `latent`) of a layer; `side` is `k`, `v` or `latent`. bf16 comes as uint16 bits."""

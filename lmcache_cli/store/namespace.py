@@ -6,9 +6,11 @@ when it lies under its name with a sound header, whether or not the index has he
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from asyncio import CancelledError
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -66,6 +68,8 @@ from .writing import build_shard, entry_of, put_shard
 
 _REBUILD_ABOVE_RECENT = 4096
 _ADOPTION_TRIES = 3
+LARGE_CHUNK_BYTES = 16 << 20
+"""Chunks this large are worth more readers than there are cores while they wait for a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +162,7 @@ class Namespace:
         allow_lossy: bool = False,
         writer: WriterOptions | None = None,
         events: Events | None = None,
-        reader_threads: int = 4,
+        reader_threads: int = 6,
         refresh_interval_s: float = 1.0,
         may_write: bool = True,
         clock: Callable[[], float] = time.monotonic,
@@ -184,6 +188,8 @@ class Namespace:
         self._clock = clock
         self._refresh_interval_s = refresh_interval_s
         self._refreshed_at = -float("inf")
+        self._reader_threads = reader_threads
+        self._waits_for_device = False
         self._readers = ThreadPoolExecutor(reader_threads, thread_name_prefix="lmcache-read")
         self._can_probe = backend.capabilities.cheap_stat
         is_full = self._options.durability is Durability.FULL
@@ -268,7 +274,8 @@ class Namespace:
         if len(out) < len(chunks):
             raise Refused(f"{len(chunks)} chunks need as many buffers, got {len(out)}")
         for chunk, buffer in zip(chunks, out, strict=False):
-            if buffer.num_tokens != chunk.num_tokens or buffer.identity != self.identity:
+            is_ours = buffer.identity is self.identity or buffer.identity == self.identity
+            if buffer.num_tokens != chunk.num_tokens or not is_ours:
                 raise Refused(f"buffer is for {buffer.num_tokens} tokens, the chunk has {chunk.num_tokens}")
         outcomes = self._read_all(chunks, out)
         good = 0
@@ -289,17 +296,42 @@ class Namespace:
         return buffers[: result.num_chunks], result
 
     def _read_all(self, chunks: Sequence[ChunkRef], out: Sequence[ChunkBuffer]) -> list[int | ReadFault]:
-        """Returns or raises (KeyboardInterrupt) only when no thread writes to the buffers any more."""
-        reads: list[Future[int | ReadFault]] = []
+        """Returns or raises (KeyboardInterrupt) only when no thread writes to the buffers any more.
+
+        Every thread takes the next chunk when it is done with one: a future a chunk would wake this thread each time.
+        Where the bytes are in memory few threads do best; those that wait for a device get help.
+        """
+        outcomes: list[int | ReadFault] = [0] * len(chunks)
+        waiting = deque(range(len(chunks)))
+
+        def work() -> None:
+            while waiting:
+                try:
+                    number = waiting.popleft()
+                except IndexError:  # another thread was quicker
+                    return
+                outcomes[number] = self._read_guarded(chunks[number], out[number])
+                if self._waits_for_device and spare:
+                    try:
+                        spare.pop()
+                    except IndexError:  # another thread was quicker
+                        continue
+                    workers.append(self._readers.submit(work))
+
+        is_large = out[0].size_bytes >= LARGE_CHUNK_BYTES if chunks else False
+        at_once = min(self._reader_threads, max(2, min(4, os.cpu_count() or 1)))
+        spare = deque(range(self._reader_threads - at_once if is_large else 0))
+        self._waits_for_device = False
+        workers: list[Future[None]] = []
         try:
-            for chunk, buffer in zip(chunks, out, strict=False):
-                reads.append(self._readers.submit(self._read_guarded, chunk, buffer))
-            return [read.result() for read in reads]
+            workers += [self._readers.submit(work) for _ in range(min(at_once, len(chunks)))]
+            for worker in workers:
+                worker.result()
         except BaseException:
-            for read in reads:
-                read.cancel()
-            wait(reads)
+            waiting.clear()
+            wait(workers)
             raise
+        return outcomes
 
     def _read_guarded(self, chunk: ChunkRef, out: ChunkBuffer) -> int | ReadFault:
         try:
@@ -331,7 +363,7 @@ class Namespace:
     def _read_piece(self, chunk: ChunkRef, entry: Entry, piece: Part, out: ChunkBuffer) -> int:
         wanted = self._wanted(chunk, entry)
         try:
-            return read_part(self._backend, wanted, piece, out)
+            return read_part(self._backend, wanted, piece, out, on_wait=self._note_wait)
         except ReadFault as fault:
             if fault.fault is not Fault.DAMAGED:
                 self._handle_fault(fault, wanted, entry)
@@ -341,6 +373,9 @@ class Namespace:
         except ReadFault as fault:
             self._handle_fault(fault, wanted, entry)
             raise
+
+    def _note_wait(self) -> None:
+        self._waits_for_device = True
 
     def _wanted(self, chunk: ChunkRef, entry: Entry) -> Wanted:
         return Wanted(

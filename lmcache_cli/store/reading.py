@@ -25,11 +25,13 @@ from lmcache_format.geometry import Part, TensorSpec, tensors_of
 from lmcache_format.identity import Fingerprint, Identity
 from lmcache_format.keys import ChunkKey
 from lmcache_format.names import ShardName
-from lmcache_format.shard import ALIGNMENT, RAW, ShardHeader, header_bytes, parse_header
+from lmcache_format.shard import ALIGNMENT, RAW, HeaderLikeness, ShardHeader, header_bytes, parse_header
 
-from .chunk import ChunkBuffer
+from .chunk import BlockViews, ChunkBuffer
 
 _FIRST_READ_BYTES = 16_384
+_DEVICE_BLOCK_BYTES = 2 << 20
+"""A handle that wants blocks this large waits for a device."""
 _BATCH_BYTES = 4 << 20
 """Decoded bytes that one thread works on at a time, beside the buffer it fills."""
 
@@ -73,20 +75,30 @@ class Wanted:
         return ShardName(self.fingerprint or self.identity.fingerprint, self.key, self.part, self.encoding)
 
 
-def read_part(backend: Backend, wanted: Wanted, piece: Part, out: ChunkBuffer) -> int:
+def read_part(
+    backend: Backend, wanted: Wanted, piece: Part, out: ChunkBuffer, *, on_wait: Callable[[], None] = lambda: None
+) -> int:
     """Fill the layers and heads `piece` of `out` from one shard; returns the bytes read from the back-end.
 
+    `on_wait` is called before the first read that has to wait for a device rather than for memory.
     On return every byte was verified. Raises `ReadFault`; the piece of `out` then holds unspecified bytes.
     """
     path = wanted.name.path
     try:
         with backend.open_read(path) as handle:
-            header = read_header(handle)
+            if handle.block_bytes >= _DEVICE_BLOCK_BYTES:
+                on_wait()
+            if _read_alike(handle, wanted, piece, out):
+                return handle.size
+            header, likeness = _read_header_and_likeness(handle)
             check_wanted(header, wanted)
             if header.meta.encoding.name == RAW:
-                _read_raw(handle, header, piece, out)
+                blocks = _plan_of(wanted, piece, out, handle)
+                _read_raw(handle, header.checksums, header.data_start, blocks, out)
             else:
                 _read_encoded(handle, header, piece, out)
+            if likeness is not None and piece == wanted.part == out.part:
+                _KNOWN_HEADERS[_kind(wanted)] = (header.data_start, likeness)
             return _bytes_read(header, piece)
     except (BackendError, FormatError) as problem:
         raise as_fault(path, problem) from problem
@@ -125,6 +137,10 @@ class ForeignShard(ShardError):
 
 def read_header(handle: ReadHandle) -> ShardHeader:
     """The parsed header of an open shard, its claims checked against the object's length."""
+    return parse_header(_read_header_bytes(handle), handle.size)
+
+
+def _read_header_bytes(handle: ReadHandle) -> memoryview:
     first = bytearray(min(_FIRST_READ_BYTES, handle.size))
     handle.read_into(0, [memoryview(first)])
     size = header_bytes(first, handle.size)
@@ -132,7 +148,7 @@ def read_header(handle: ReadHandle) -> ShardHeader:
         rest = bytearray(size - len(first))
         handle.read_into(len(first), [memoryview(rest)])
         first += rest
-    return parse_header(memoryview(first)[:size], handle.size)
+    return memoryview(first)[:size]
 
 
 def check_wanted(header: ShardHeader, wanted: Wanted) -> None:
@@ -173,6 +189,17 @@ def verify_data(handle: ReadHandle, header: ShardHeader) -> None:
         handle.read_into(header.data_start + offset, [view])
         _check_digest(view, header.checksums, number, offset)
         offset += size
+    _verify_tensors(handle, header)
+
+
+def _verify_tensors(handle: ReadHandle, header: ShardHeader) -> None:
+    """Whole tensors against their own checksums, where the shard has any."""
+    if not header.tensor_checksums:
+        return
+    for number, tensor in enumerate(header.tensors):
+        view = _scratch("stored", tensor.end - tensor.begin)
+        handle.read_into(header.data_start + tensor.begin, [view])
+        _check_digest(view, header.tensor_checksums, number, tensor.begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,21 +213,121 @@ class _Block:
     slabs: tuple[tuple[int, int], ...]
 
 
-def _read_raw(handle: ReadHandle, header: ShardHeader, piece: Part, out: ChunkBuffer) -> None:
-    meta = header.meta
-    blocks = _plan(
-        meta.part, piece, out.part, meta.num_tokens, meta.dtype, meta.head_dim_k, meta.head_dim_v, handle.block_bytes
+_KNOWN_HEADERS: dict[tuple[object, ...], tuple[int, HeaderLikeness]] = {}
+"""Of the last whole raw shard of a kind: how long its header was, and what the next one's will look like."""
+
+
+def _kind(wanted: Wanted) -> tuple[object, ...]:
+    return wanted.fingerprint, wanted.part, wanted.num_tokens, wanted.encoding
+
+
+def _read_alike(handle: ReadHandle, wanted: Wanted, piece: Part, out: ChunkBuffer) -> bool:
+    """The short way for a shard that is laid out as the buffer is, and whose header is like the last one's but for what
+    is wanted: header and first data come with one read, and the header is compared, not parsed.
+
+    False where it is not so; nothing is concluded then. Raises `ChecksumMismatch` for data, `ShortRead`, `Unavailable`.
+    """
+    known = _KNOWN_HEADERS.get(_kind(wanted))
+    if known is None or not piece == wanted.part == out.part or wanted.parent is None:
+        return False
+    size, likeness = known
+    identity = wanted.identity
+    if handle.size != size + out.size_bytes:
+        return False
+    blocks = _whole_plan(
+        out.part, out.num_tokens, identity.dtype, identity.head_dim_k, identity.head_dim_v, handle.block_bytes
     )
-    memory, checksums, data_start = out.memory, header.checksums, header.data_start
-    for block in blocks:
-        handle.read_into(data_start + block.file_offset, [memory[block.start : block.stop]])
-        found = b"".join([xxh3(memory[start:stop]) for start, stop in block.slabs])
-        if found != checksums[block.digests]:
+    header = _scratch("header", size)
+    first = blocks[0].stop
+    handle.read_into(0, [header, out.memory[:first]])
+    checksums = likeness.tensor_checksums_of(header, wanted.key, wanted.parent, wanted.depth)
+    if checksums is None or header_bytes(header, handle.size) != size:
+        return False
+    _read_raw(handle, checksums, size, blocks, out, already=first)
+    return True
+
+
+def _read_header_and_likeness(handle: ReadHandle) -> tuple[ShardHeader, HeaderLikeness | None]:
+    raw = _read_header_bytes(handle)
+    header = parse_header(raw, handle.size)
+    return header, HeaderLikeness.of(raw, header)
+
+
+def _plan_of(wanted: Wanted, piece: Part, out: ChunkBuffer, handle: ReadHandle) -> tuple[_Block, ...]:
+    identity = wanted.identity
+    return _plan(
+        wanted.part,
+        piece,
+        out.part,
+        wanted.num_tokens,
+        identity.dtype,
+        identity.head_dim_k,
+        identity.head_dim_v,
+        handle.block_bytes,
+    )
+
+
+def _read_raw(
+    handle: ReadHandle,
+    checksums: bytes,
+    data_start: int,
+    blocks: tuple[_Block, ...],
+    out: ChunkBuffer,
+    already: int = 0,
+) -> None:
+    """Read and check block by block; the first `already` bytes of the data are in the buffer, to be checked only."""
+    read_into = handle.read_into
+    for file_offset, stop, whole, slabs, digests in _views(out, blocks):
+        if stop > already:
+            read_into(data_start + file_offset, whole)
+        found = b"".join(map(xxh3, slabs))
+        if found != checksums[digests]:
             raise ChecksumMismatch(
-                f"data checksum within {block.file_offset} to {block.file_offset + block.stop - block.start}",
-                expected=checksums[block.digests].hex()[:64],
+                f"data checksum within {file_offset} to {file_offset + whole[0].nbytes}",
+                expected=checksums[digests].hex()[:64],
                 found=found.hex()[:64],
             )
+
+
+@lru_cache(maxsize=64)
+def _whole_plan(
+    part: Part, num_tokens: int, dtype: Dtype, head_dim_k: int, head_dim_v: int, block_bytes: int
+) -> tuple[_Block, ...]:
+    """Blocks of whole tensors, each tensor with one checksum, for a buffer laid out as the shard is."""
+    blocks = []
+    tensors: list[tuple[int, int]] = []
+    first = stop = 0
+    for number, spec in enumerate(tensors_of(part, num_tokens, dtype, head_dim_k, head_dim_v)):
+        if tensors and stop + spec.nbytes - tensors[0][0] > block_bytes:
+            blocks.append(_whole_block(tensors, first))
+            tensors, first = [], number
+        tensors.append((stop, stop + spec.nbytes))
+        stop += spec.nbytes
+    return (*blocks, _whole_block(tensors, first))
+
+
+def _whole_block(tensors: list[tuple[int, int]], first: int) -> _Block:
+    digests = slice(first * DIGEST_BYTES, (first + len(tensors)) * DIGEST_BYTES)
+    return _Block(tensors[0][0], tensors[0][0], tensors[-1][1], digests, tuple(tensors))
+
+
+def _views(out: ChunkBuffer, blocks: tuple[_Block, ...]) -> Sequence[BlockViews]:
+    """Every block with its memory and that of its slabs. Kept with the buffer while it is read into in the same way:
+    making them costs as much as the checksums do."""
+    if out.views_of is not blocks:
+        memory = out.memory
+        out.views = [
+            (
+                block.file_offset,
+                block.stop,
+                [memory[block.start : block.stop]],
+                [memory[start:stop] for start, stop in block.slabs],
+                block.digests,
+            )
+            for block in blocks
+        ]
+        out.views_of = blocks
+    return out.views
 
 
 @lru_cache(maxsize=256)

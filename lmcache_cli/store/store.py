@@ -144,7 +144,7 @@ class Store:
         allow_lossy: bool = False,
         allow_unverified: bool = False,
         writer: WriterOptions | None = None,
-        reader_threads: int = 4,
+        reader_threads: int = 6,
     ) -> Namespace:
         """Open the namespace of an identity; with `create`, make it if need be and be ready to write; with `missing_ok`
         one that does not exist is an empty one.

@@ -135,8 +135,9 @@ def test_names_to_sync_survive_a_failed_sync(tmp_path: Path) -> None:
     backend.put(NAME, PARTS, durability=Durability.DATA)
     with pytest.raises(Unavailable):
         backend.sync_names()
+    tried = script.calls["fsync"]
     backend.sync_names()
-    assert script.calls["fsync"] == 2 + 4
+    assert script.calls["fsync"] == tried + 4
 
 
 def test_list_error_midway_is_never_a_short_listing(tmp_path: Path) -> None:

@@ -111,6 +111,9 @@ def test_metadata_members_are_those_of_the_code() -> None:
     plain = json.loads(header_text(tiny_shard().file))["__metadata__"]
     shard = tiny_shard("bfx", keep_tokens=True, producer={"x": 1}, provenance={"x": 1})
     everything = json.loads(header_text(shard.file))["__metadata__"]
+    parsed = parse_header(tiny_shard().file[: header_bytes(tiny_shard().file)])
+    of_tensors = build_header(parsed.meta, parsed.checksums, tensor_checksums=bytes(16 * len(parsed.tensors)))
+    everything |= json.loads(header_text(of_tensors))["__metadata__"]
     assert {row[0] for row in rows} == set(everything)
     assert {row[0] for row in rows if row[1] == "!"} == set(plain) - {"lmcache.writer"}
     assert everything["lmcache.format"] == FORMAT

@@ -12,17 +12,17 @@ from typing import Self
 from lmcache_cli.backends.buffers import BLOCK_BYTES, address_of
 from lmcache_cli.backends.errors import ShortRead
 from lmcache_cli.backends.local.oserrors import translated
-from lmcache_cli.backends.local.syscalls import SystemCalls
+from lmcache_cli.backends.local.syscalls import SystemCalls, cached_pages
 from lmcache_cli.backends.local.writing import IOV_MAX, remaining
 
-CACHED_BLOCK_BYTES = 256 * 1024
+CACHED_BLOCK_BYTES = 512 * 1024
 DEVICE_BLOCK_BYTES = 8 * 1024 * 1024
 
 
 class LocalReadHandle:
     """See `ReadHandle`. The descriptor pins the inode, so delete, move and replacement of the name do not matter.
 
-    At open a few bytes are asked for without waiting (RWF_NOWAIT). If they are not in the page cache the file is read
+    At open the kernel is asked whether the file is in the page cache. If it is not, the file is read
     with direct I/O wherever offset, addresses and lengths are multiples of 4096, otherwise through the page cache.
     """
 
@@ -45,9 +45,10 @@ class LocalReadHandle:
         self.block_bytes = DEVICE_BLOCK_BYTES if self._cold else CACHED_BLOCK_BYTES
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        wanted = 0
-        for buffer in buffers:
-            wanted += buffer.nbytes
+        if len(buffers) == 1:
+            wanted = buffers[0].nbytes
+        else:
+            wanted = sum([buffer.nbytes for buffer in buffers])
         try:
             if self._cold:
                 got = self._read_direct(offset, buffers)
@@ -97,15 +98,19 @@ class LocalReadHandle:
         return True
 
     def _is_cold(self) -> bool:
-        """Whether a page in the middle or at the end is not in the page cache; unknown counts as warm."""
-        page = bytearray(1)
-        for offset in (self.size // 2, self.size - 1):
-            try:
-                os.preadv(self._fd, [page], max(offset, 0), os.RWF_NOWAIT)
-            except BlockingIOError:
-                return True
-            except OSError:
-                return False
+        """Whether a page in the middle is not in the page cache; unknown counts as warm."""
+        cached = cached_pages(self._fd, self.size // 2, 1)
+        if cached is not None:
+            return cached == 0 and self.size > 0
+        try:
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)  # or the look itself would start a readahead
+            os.preadv(self._fd, [bytearray(1)], self.size // 2, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        finally:
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_NORMAL)
         return False
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """The system calls that touch stored bytes, as one replaceable value: tests put faults in their place.
 
-Three of them Python does not offer: fallocate without glibc's slow emulation, renameat2, and openat2.
+Four of them Python does not offer: fallocate without glibc's slow emulation, renameat2, openat2 and cachestat.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ import ctypes
 import errno
 import os
 import stat
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-_SYS_OPENAT2 = 437  # the same number on every architecture
+_SYS_OPENAT2 = 437  # the same numbers on every architecture
+_SYS_CACHESTAT = 451
 _RESOLVE_NO_MAGICLINKS, _RESOLVE_NO_SYMLINKS, _RESOLVE_BENEATH = 0x02, 0x04, 0x08
 _RENAME_NOREPLACE = 1
 _INTERRUPTED = -1
@@ -68,6 +70,18 @@ def _open_component(component: str, flags: int, directory_fd: int) -> int:
         if stat.S_ISLNK(os.lstat(component, dir_fd=directory_fd).st_mode):
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), component) from None
         raise
+
+
+def cached_pages(fd: int, offset: int, size_bytes: int) -> int | None:
+    """How many pages of a range are in the page cache; None where the kernel (before 6.5) cannot tell.
+
+    Asking by a read that may not wait would start a readahead, which the device then does twice.
+    """
+    found = (ctypes.c_uint64 * 5)()
+    wanted = struct.pack("=QQ", offset, size_bytes)
+    if _libc().syscall(_SYS_CACHESTAT, fd, wanted, ctypes.byref(found), 0) < 0:
+        return None
+    return int(found[0])
 
 
 class _OpenHow(ctypes.Structure):
