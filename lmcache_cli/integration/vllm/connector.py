@@ -9,7 +9,8 @@ import importlib.metadata
 import logging
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
@@ -61,7 +62,8 @@ class LMCacheStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None, **kwargs: Any) -> None:
         _require_version(vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
-        self.options = ConnectorOptions.parse(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+        options = ConnectorOptions.parse(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+        self.options = options if options.digest_cache else replace(options, digest_cache=_digest_cache())
         self.scheduler: StoreScheduler | None = None
         self.worker: StoreWorker | None = None
         self._namespaces: Namespaces | None = None
@@ -118,7 +120,7 @@ class LMCacheStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         from .worker import StoreWorker
 
         config, options, identity = self._vllm_config, self.options, self._identity
-        ranks, rank = ranks_of(config), int(config.parallel_config.rank) % ranks_of(config).num_ranks
+        ranks, rank = ranks_of(config), _rank(config)
         numbers = list(layer_numbers(list(supported_group(self._kv_cache_config).layer_names)))
         part = part_of_rank(identity, ranks, rank, (numbers[0], numbers[-1] + 1))
         pages = open_pages(config, self._kv_cache_config, kv_caches, identity, part)
@@ -344,10 +346,25 @@ def _engine_identity(vllm_config: Any, kv_cache_config: Any, options: ConnectorO
     return identity
 
 
+def _rank(vllm_config: Any) -> int:
+    """This process's number among those that hold a part each; tensor ranks count first."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    tensor_size = int(vllm_config.parallel_config.tensor_parallel_size)
+    return int(get_pp_group().rank_in_group) * tensor_size + int(get_tp_group().rank_in_group)
+
+
 def _is_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+def _digest_cache() -> str:
+    """Where digests of weights are remembered, so that a start does not read all of them again."""
+    from vllm import envs
+
+    return str(Path(envs.VLLM_CACHE_ROOT) / "lmcache-toolkit")
 
 
 def _producer(vllm_config: Any) -> dict[str, Any]:

@@ -132,6 +132,8 @@ class RequestReader:
         salt = getattr(request, "cache_salt", None)
         if self._options.require_salt and not salt:
             return Uncached("no_salt")
+        if getattr(request, "resumable", False):  # a session, whose tokens may be taken back
+            return Uncached("session")
         for field in ("prompt_embeds", "prompt_is_token_ids"):
             if getattr(request, field, None) is not None:
                 return Uncached("prompt_embeds")

@@ -32,7 +32,8 @@ class ConnectorOptions:
     - `load_timeout_s`, `lookup_timeout_s`: after that long, a load has failed, and a lookup found nothing.
     - `hold_saves`: write only once the step is known to have loaded well; always so with several ranks. Beside other
       connectors in a MultiConnector it keeps what they failed to load out of the store.
-    - `model_name`, `digest_cache`: a readable name of the model, and a directory that remembers digests of weights.
+    - `model_name`, `digest_cache`: a readable name of the model, and a directory that remembers digests of weights (by
+      default in vLLM's own cache directory).
     """
 
     store: str

@@ -12,7 +12,8 @@ from lmcache_cli.store import ChunkRef
 @dataclass(frozen=True, slots=True)
 class LoadOp:
     """Fill the slots of tokens `start` to `stop` from `chunks`. `is_async`: the request waits until it is reported
-    as finished; otherwise the forward of this step needs them. Without chunks there is nothing to do but to report."""
+    as finished; otherwise the forward of this step needs them. `is_cancelled`: nobody wants them any more, and all
+    there is to do is to report."""
 
     request_id: str
     epoch: int
@@ -22,6 +23,7 @@ class LoadOp:
     stop: int
     span: BlockSpan
     is_async: bool
+    is_cancelled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ they were planned, a failure ends the epoch, and what was planned since is plann
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ from lmcache_format.keys import ChunkKey
 from .caching import Caching, ChunkChain, Request, Uncached, Words, words_of
 from .plan import LoadOp, SaveOp, StepPlan, StepReport
 
+_LOG = logging.getLogger("lmcache.vllm")
 _GENERATION_DOMAIN = b"lmcache-generation-1"
 _NO_LIMIT = 1 << 62
 _AVOIDED_REMEMBERED = 4096
@@ -169,11 +171,10 @@ class StoreScheduler:
         running = {row.request_id for row in rows}
         loads = tuple(op for op in self._loads.values() if op.is_async or op.request_id in running)
         self._loads.clear()
-        saves = tuple(op for row in rows if (op := self._plan_save(row)) is not None)
+        saves = tuple(op for row in rows if (op := self._try_plan_save(row)) is not None)
         if saves:
             self._in_flight[self._step] = {op.request_id: op.chunks[0].depth for op in saves}
-        if not self._holds:
-            self._forget_steps()
+        self._forget_steps()
         confirmed, self._confirmed = tuple(self._confirmed), []
         refused, self._refused = tuple(self._refused), []
         return StepPlan(self._step, self._epoch, loads, saves, confirmed, refused)
@@ -183,7 +184,7 @@ class StoreScheduler:
         self._states.pop(request_id, None)
         load = self._loads.get(request_id)
         if load is not None and load.is_async:
-            self._loads[request_id] = replace(load, chunks=())
+            self._loads[request_id] = replace(load, chunks=(), is_cancelled=True)
 
     def heard(self, report: StepReport) -> None:
         """What the ranks reported after a step."""
@@ -275,6 +276,14 @@ class StoreScheduler:
     def _find(self, caching: Caching, salt: bytes | str | None, words: Words | list[int]) -> Match:
         return self._namespace_of(caching.adapter).match(words, salt=salt, items=caching.items)
 
+    def _try_plan_save(self, row: Scheduled) -> SaveOp | None:
+        try:
+            return self._plan_save(row)
+        except Exception:  # noqa: BLE001  the serving path: a save may fail, the engine may not
+            _LOG.exception("request %s is saved no further", row.request_id)
+            self._states[row.request_id].may_save = False
+            return None
+
     def _plan_save(self, row: Scheduled) -> SaveOp | None:
         state = self._states.get(row.request_id)
         if state is None:
@@ -356,9 +365,11 @@ class StoreScheduler:
                     self._rewind(state, depth)
 
     def _forget_steps(self) -> None:
-        """A single rank says what went wrong by itself: steps that long ago are through."""
+        """Steps that long ago are through: a single rank says only what went wrong, and reports can be lost."""
         for step in [step for step in self._in_flight if step < self._step - _STEPS_REMEMBERED]:
             del self._in_flight[step]
+            if self._holds:
+                self._refused.append(step)
 
 
 _STEPS_REMEMBERED = 64

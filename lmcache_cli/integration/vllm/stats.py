@@ -24,6 +24,7 @@ EXPORTED = {
     "uncached_adapter": "Requests left uncached: their adapter has no digest.",
     "uncached_no_salt": "Requests left uncached: no cache_salt.",
     "uncached_prompt_embeds": "Requests left uncached: prompt embeddings.",
+    "uncached_session": "Requests left uncached: they are part of a session that may take tokens back.",
     "uncached_multimodal": "Requests left uncached: an item has no identifier.",
 }
 

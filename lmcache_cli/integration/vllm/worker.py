@@ -156,7 +156,7 @@ class StoreWorker:
             self._end(op, _bad_blocks(op, op.start))
 
     def _run(self, op: LoadOp) -> None:
-        if op.chunks:
+        if not op.is_cancelled:
             self._load(op, self._async_loader)
         self._end(op, set())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -144,3 +145,37 @@ def test_salted_requests_keep_to_themselves_without_a_name_on_disk(engine_of: Bu
     for path in store_dir.rglob("*"):
         assert "tenant" not in path.name
         assert not path.is_file() or b"tenant-a-secret" not in path.read_bytes()
+
+
+def test_saves_that_are_held_are_written_once_confirmed(engine_of: Build, store_dir: Path, identity: Identity):
+    engine = engine_of(hold_saves=True, budget=10)
+    engine.run("a", PROMPT)
+    assert stored_tokens(store_dir, identity, PROMPT) == 48
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_step_that_is_never_heard_of_keeps_nobody_waiting(engine_of: Build, tp: int):
+    engine = engine_of(tp=tp)
+    engine.scheduler.heard = lambda report: None  # type: ignore[method-assign]
+    engine.add("a", PROMPT)
+    for _ in range(70):
+        engine.step()
+    assert not engine.scheduler.awaits_confirmation
+    engine.settle()
+    engine.assert_at_rest()
+
+
+@MODES
+def test_a_load_nobody_promised_is_reported_as_failed(engine_of: Build, load_async: bool):
+    """Should the engine ask for tokens that were not looked up, it hears that they are not there."""
+    engine = engine_of(load_async=load_async)
+    engine.scheduler.matched = lambda request, local: (16, load_async)  # type: ignore[method-assign]
+    engine.add("a", PROMPT)
+    for _ in range(500):
+        engine.step()
+        if engine.bad_blocks_seen:
+            break
+        time.sleep(0.001)
+    assert len(engine.bad_blocks_seen[0]) == 4
+    engine.abort("a")
