@@ -184,7 +184,7 @@ def test_both_read_random_stores_alike(own: Identity, todo: list[Document | str]
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(identities, todos, seeds)
 def test_both_read_many_random_stores_alike(own: Identity, todo: list[Document | str], seed: int) -> None:
     check_store(own, todo, seed)

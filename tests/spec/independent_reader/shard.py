@@ -66,6 +66,8 @@ class Header:
     tensors: list[Tensor]
     digests: list[bytes]
     decoded_digests: list[bytes] | None
+    tensor_digests: list[bytes] | None
+    """Of whole tensors, beside those of slabs; None where they are not told."""
 
     @property
     def label(self) -> str:
@@ -183,6 +185,8 @@ def _header(metadata: Metadata, table: str, data_start: int, size: int) -> Heade
     lossless = quality is None and encoding != "raw"
     _must(("decoded_checksums" in metadata) == lossless, "decoded checksums", 5)
     decoded = metadata.digests("decoded_checksums") if lossless else None
+    of_tensors = metadata.digests("tensor_checksums") if "tensor_checksums" in metadata else None
+    _must(of_tensors is None or encoding == "raw", "checksums of whole tensors", 5)
     for name in ("producer", "provenance"):
         if name in metadata:
             metadata.json_object(name)
@@ -211,11 +215,12 @@ def _header(metadata: Metadata, table: str, data_start: int, size: int) -> Heade
         tensors = _encoded_table(table, tensors)
     _must(len(digests) == (slabs if encoding == "raw" else len(tensors)), "number of digests", 6)
     _must(decoded is None or len(decoded) == slabs, "number of decoded digests", 6)
+    _must(of_tensors is None or len(of_tensors) == len(tensors), "number of digests of whole tensors", 6)
     _must(size == data_start + tensors[-1].end, "bytes of the file", 6)
     return Header(
         num_tokens=num_tokens, chunk_tokens=chunk_tokens, part=part, dtype=dtype, head_dims=head_dims,
         encoding=encoding, quality=quality, parameters=parameters, tensors=tensors, digests=digests,
-        decoded_digests=decoded, **fixed,
+        decoded_digests=decoded, tensor_digests=of_tensors, **fixed,
     )  # fmt: skip
 
 
@@ -244,11 +249,14 @@ def read_tensors(header: Header, read: Callable[[int, int], bytes]) -> dict[str,
     decode = encodings.find(header.encoding, header.quality, header.parameters)
     raw = raw_tensors(header.part, header.num_tokens, header.head_dims, ITEM_BYTES[header.dtype])
     stored_digests, decoded_digests = iter(header.digests), iter(header.decoded_digests or [])
+    whole_digests = iter(header.tensor_digests or [])
     tensors = {}
     for tensor, plain in zip(header.tensors, raw, strict=True):
         stored = read(header.data_start + tensor.begin, header.data_start + tensor.end)
         pieces = tensor.slabs if header.encoding == "raw" else 1
         _check_slabs(stored, pieces, stored_digests, 11)
+        if header.tensor_digests is not None:
+            _check_slabs(stored, 1, whole_digests, 11)
         content = decode(stored, tensor.name.rpartition(".")[2], tensor.shape, header.dtype)
         _must(len(content) == plain.end - plain.begin, "bytes of a decoded tensor", 12)
         if header.decoded_digests is not None:
