@@ -249,6 +249,15 @@ def test_upload_that_arrives_altered_is_an_error(place: Place, request: pytest.F
         assert place.direct.stat("altered") is None
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Also where the tests run in the background, where a shell has SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_interrupted_put_has_ended_and_publishes_nothing(place: Place) -> None:
     place.first(1, Hang(4.0), "PUT", "POST")
     timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
