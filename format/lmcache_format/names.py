@@ -25,7 +25,7 @@ NAMESPACES = "ns"
 QUARANTINE = "quarantine"
 STAGING = "tmp"
 _FINGERPRINT = r"(?P<fingerprint>[0-9a-f]{32})"
-_LABEL = r"[a-z0-9]{1,16}(?:-[a-z0-9]{1,16})?"
+_LABEL = r"[a-z0-9]{1,16}(?:-[a-z0-9][a-z0-9-]{0,15})?"
 _SHARD_FILE = (
     r"(?P<key>[0-9a-f]{64})\.(?P<part>l[0-9]+-[0-9]+(?:h[0-9]+-[0-9]+)?)"
     rf"\.(?P<encoding>{_LABEL})\.safetensors"

@@ -90,7 +90,7 @@ class EncodingInfo:
             raise ShardError("encoding has no usable name", expected="1 to 16 of a-z, 0-9", found=repr(name)[:80])
         if not isinstance(parameters, dict) or not isinstance(value["must_understand"], bool):
             raise ShardError("encoding has a field of the wrong form", found=text[:120])
-        if quality is not None and not (isinstance(quality, str) and re.fullmatch(r"[a-z0-9]{1,16}", quality)):
+        if quality is not None and not (isinstance(quality, str) and re.fullmatch(r"[a-z0-9][a-z0-9-]{0,15}", quality)):
             raise ShardError("encoding has no usable quality class", found=repr(quality)[:80])
         if name == RAW and (quality is not None or parameters):
             raise ShardError("raw has neither a quality class nor parameters", found=text[:120])

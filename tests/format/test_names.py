@@ -164,8 +164,8 @@ def test_segment_file_names_are_no_paths() -> None:
 
 
 def test_encoding_labels() -> None:
-    assert all(map(is_encoding_label, ("raw", "bfx", "int8", "uq-near")))
-    assert not any(map(is_encoding_label, ("", "-", "a-", "a-b-c", "a/b", "A", "a.b", "x" * 17)))
+    assert all(map(is_encoding_label, ("raw", "bfx", "int8", "uq-near", "uq025-fp8-grade")))
+    assert not any(map(is_encoding_label, ("", "-", "a-", "a--b", "a/b", "A", "a.b", "x" * 17)))
 
 
 def test_nonces_and_writers_do_not_repeat() -> None:

@@ -132,7 +132,7 @@ def test_the_plan_changes_nothing_and_estimates_from_a_sample(store: Store, root
     assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("codec", ["uq", "int8", "int8huf", "uq:0.12"])
+@pytest.mark.parametrize("codec", ["uq", "int8", "int8huf", "uq:0.12", "uq:fp8-grade", "uq:0.5", "fp8"])
 def test_lossy_must_be_allowed_lies_beside_and_is_not_seen(store: Store, root: Path, codec: str) -> None:
     with pytest.raises(Refused, match="lossy"):
         plan_compress(store, options(codec))
