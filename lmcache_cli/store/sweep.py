@@ -37,6 +37,7 @@ Advance = Callable[[int, int], None]
 SWEPT_REASONS = (RemoveReason.PRUNED, RemoveReason.REPLACED, RemoveReason.MISSING)
 """What is deleted where it is still there. Damaged shards are for quarantine, never for a sweep."""
 _BATCH = 1024
+_AT_ONCE = 32
 _MOST_FAILURES = 64
 
 
@@ -159,12 +160,16 @@ class _Sweep:
     ) -> None:
         outcomes: list[Outcome] = []
         try:
-            for outcome in pool.map(partial(delete_marked, self._backend, places), marks):
-                outcomes.append(outcome)
-                self._result.count(outcome)
-                self._advance(1, outcome.size_bytes)
-                if sum(one.fate is Fate.UNKNOWN for one in outcomes) > _MOST_FAILURES:
-                    raise Unavailable(f"{outcome.path}: {outcome.reason}; so are {_MOST_FAILURES} others; stopped")
+            for start in range(0, len(marks), _AT_ONCE):
+                for outcome in pool.map(partial(delete_marked, self._backend, places), marks[start : start + _AT_ONCE]):
+                    outcomes.append(outcome)
+                    self._result.count(outcome)
+                    self._advance(1, outcome.size_bytes)
+                failed = [outcome for outcome in outcomes if outcome.fate is Fate.UNKNOWN]
+                if len(failed) > _MOST_FAILURES:
+                    raise Unavailable(
+                        f"{failed[-1].path}: {failed[-1].reason}; so are {len(failed) - 1} others; stopped"
+                    )
         finally:
             over = (Fate.DELETED, Fate.GONE, Fate.CHANGED)
             swept = [mark for mark, one in zip(marks, outcomes, strict=False) if one.fate in over]
