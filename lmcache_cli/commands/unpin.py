@@ -27,7 +27,6 @@ from lmcache_cli.commands.model_options import (
     Salt,
 )
 from lmcache_cli.commands.pin import COLUMNS, Target, described_pin, writable
-from lmcache_cli.errors import Refused
 from lmcache_cli.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def unpin(
         else:
             chosen = [pin for pin in held if document in pin.labels]
         if not chosen:
-            raise Refused(f"no such pin holds in {store.url}", "see: lmcache inspect NAMESPACE")
+            session.output.warning(f"no such pin holds in {store.url}; see: lmcache inspect NAMESPACE")
         for fingerprint in sorted({pin.namespace for pin in chosen}):
             _let_go(store, fingerprint, [pin for pin in chosen if pin.namespace == fingerprint])
         session.output.table("unpinned", map(described_pin, chosen), columns=COLUMNS)

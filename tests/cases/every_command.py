@@ -68,10 +68,10 @@ class Scene:
 
     def call(self, name: str) -> Sequence[str]:
         """The words of a call of `CALLS`, with the store."""
-        key = refs(ENGINE_IDENTITY, DOCUMENT)[0].key.hex()
         values = {
             "namespace": ENGINE_IDENTITY.fingerprint,
-            "key": key,
+            "key": refs(ENGINE_IDENTITY, DOCUMENT)[0].key.hex(),
+            "pinned": refs(ENGINE_IDENTITY, SECOND)[-1].key.hex(),
             "shard": "copy.safetensors",
             "store": str(self.store),
         }

@@ -16,7 +16,7 @@ from tests.cli.conftest import Inside
 from tests.store.altered_shards import in_format, with_unknown_field
 
 GOLDEN = Path(__file__).resolve().parents[2] / "format" / "golden"
-CHANGING = ("compress", "prune", "repair", "rm")  # refused as a whole, their dry runs too
+CHANGING = ("compress", "pin", "prune", "repair", "rm", "unpin")  # refused as a whole, their dry runs too
 READING = [name for name in CALLS if name not in ("init", "warm", "config show")]
 
 
