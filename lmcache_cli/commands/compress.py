@@ -42,7 +42,7 @@ def compress(
         typer.Option(
             "--codec",
             metavar="CODEC",
-            help="bfx, huf8, raw; lossy: uq, uq:near, uq:0.12, int8, int8huf, …  [else: lossless, and told why]",
+            help="bfx, huf8, raw; lossy: uq, uq:0.12, uq:fp8-grade, int8, fp8, …  [else: lossless, and told why]",
         ),
     ] = None,
     lossy: Annotated[
