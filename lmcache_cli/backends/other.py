@@ -7,19 +7,23 @@ writers the later one wins; whether a version is still there is looked up before
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urlsplit
 
+from fsspec import get_filesystem_class
 from fsspec.core import url_to_fs
 from fsspec.exceptions import FSTimeoutError
+from fsspec.utils import get_protocol
 
 from lmcache_cli.backends.errors import (
     AlreadyExists,
+    BackendError,
     NoSpace,
     NotFound,
     ShortRead,
@@ -39,7 +43,8 @@ _TIME_KEYS = ("mtime", "modified", "last_modified", "LastModified", "updated", "
 
 
 class OtherBackend:
-    """See `Backend`. `root` is a path in the file system, which must not cache listings."""
+    """See `Backend`. `connect` gives a file system, which must not cache listings, and a path in it; called on first
+    use, since some connect at once."""
 
     capabilities = Capabilities(
         conditional_create=False,
@@ -53,10 +58,35 @@ class OtherBackend:
         shared=True,
     )
 
-    def __init__(self, file_system: Any, root: str, url: str) -> None:
-        self._files = file_system
-        self._root = root.rstrip("/")
+    def __init__(self, connect: Callable[[], tuple[Any, str]], url: str) -> None:
+        self._connect = connect
+        self._connected: tuple[Any, str] | None = None
+        self._lock = threading.Lock()
         self.url = url
+
+    @property
+    def _files(self) -> Any:
+        return self._place()[0]
+
+    @property
+    def _root(self) -> str:
+        return self._place()[1]
+
+    def _place(self) -> tuple[Any, str]:
+        if self._connected is None:
+            with self._lock:
+                if self._connected is None:
+                    self._connected = self._connect_now()
+        return self._connected
+
+    def _connect_now(self) -> tuple[Any, str]:
+        try:
+            file_system, root = self._connect()
+        except (OSError, EOFError) as error:
+            raise Unavailable(f"could not reach {self.url}: {type(error).__name__}") from error
+        except (ImportError, ValueError, TypeError) as error:
+            raise Unsupported(f"{self.url}: fsspec cannot use this URL: {type(error).__name__}") from error
+        return file_system, root.rstrip("/")
 
     def read(self, name: str, *, offset: int = 0, length: int | None = None) -> bytes:
         with self.open_read(name) as handle:
@@ -222,6 +252,11 @@ class OtherBackend:
             if isinstance(known, NoSpace | Unavailable):
                 raise known from error
             raise Unavailable(str(known), name=name) from error
+        except BackendError:
+            raise
+        except Exception as error:  # noqa: BLE001 - every file system of fsspec may have errors of its own
+            said = type(error).__name__  # its text may hold a password
+            raise Unavailable(f"{name}: could not {doing} in {self.url}: {said}", name=name) from error
 
 
 class OtherReadHandle:
@@ -268,17 +303,17 @@ class OtherReadHandle:
 
 
 def open_url(url: str) -> OtherBackend:
-    """The place the URL names; what it takes to reach it is fsspec's affair. Raises `Unsupported`."""
+    """The place the URL names; what it takes to reach it is fsspec's affair. Touches nothing yet.
+
+    Raises `Unsupported` for a scheme that fsspec does not know, or whose package is not installed.
+    """
     shown = shown_url(url)
     try:
-        file_system, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+        get_filesystem_class(get_protocol(url))
     except (ImportError, ValueError) as error:
         known = isinstance(error, ImportError)
-        problem = f"{error}" if known else "no file system of fsspec has this scheme"
-        raise Unsupported(f"{shown}: {problem}") from None
-    if root.strip("/") == "" and "://" in url and not urlsplit(url).netloc:
-        raise Unsupported(f"{shown}: expected a directory")
-    return OtherBackend(file_system, root, shown)
+        raise Unsupported(f"{shown}: {error if known else 'no file system of fsspec has this scheme'}") from None
+    return OtherBackend(partial(url_to_fs, url, use_listings_cache=False, skip_instance_cache=True), shown)
 
 
 def shown_url(url: str) -> str:

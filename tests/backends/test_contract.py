@@ -138,7 +138,7 @@ class OtherContract(BackendContract):
 
     @pytest.fixture
     def broken(self, tmp_path: Path) -> Backend:
-        return OtherBackend(FailingFiles(), str(tmp_path), "failing://")
+        return OtherBackend(lambda: (FailingFiles(), str(tmp_path)), "failing://")
 
 
 class TestOtherMemory(OtherContract):
@@ -146,7 +146,7 @@ class TestOtherMemory(OtherContract):
     def backend(self, monkeypatch: pytest.MonkeyPatch) -> Backend:
         monkeypatch.setattr(MemoryFileSystem, "store", {})
         monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
-        backend = OtherBackend(MemoryFileSystem(skip_instance_cache=True), "/bucket", "memory-of-fsspec://bucket")
+        backend = OtherBackend(lambda: (MemoryFileSystem(skip_instance_cache=True), "/bucket"), "memory-of-fsspec://")
         backend.capabilities = replace(backend.capabilities, shared=False)
         return backend
 

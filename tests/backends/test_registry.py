@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_cli.backends import Unsupported, open_backend
+from lmcache_cli.backends import Unavailable, Unsupported, open_backend
 from lmcache_cli.backends.cloud.backend import CloudBackend
 from lmcache_cli.backends.cloud.gcs import GcsService
 from lmcache_cli.backends.cloud.s3 import S3Service
@@ -16,6 +16,7 @@ from lmcache_cli.backends.local import LocalBackend
 from lmcache_cli.backends.memory import MemoryBackend
 from lmcache_cli.backends.other import OtherBackend
 from lmcache_cli.backends.retry import RetryBackend
+from tests.servers import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,6 +44,14 @@ def test_whatever_fsspec_knows_is_tried_again(tmp_path: Path) -> None:
     backend = open_backend(f"local://{tmp_path}")
     assert isinstance(backend, RetryBackend)
     assert isinstance(backend.inner, OtherBackend)
+
+
+def test_opening_touches_nothing_and_a_place_out_of_reach_is_unavailable() -> None:
+    (port,) = free_ports(1)
+    backend = open_backend(f"ftp://me:hunter22@127.0.0.1:{port}/place")
+    with pytest.raises(Unavailable, match="could not reach ftp://") as caught:
+        backend.stat("a")
+    assert "hunter22" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
