@@ -254,7 +254,7 @@ class OtherBackend:
             raise Unavailable(str(known), name=name) from error
         except BackendError:
             raise
-        except Exception as error:  # noqa: BLE001 - every file system of fsspec may have errors of its own
+        except Exception as error:  # every file system of fsspec may have errors of its own
             said = type(error).__name__  # its text may hold a password
             raise Unavailable(f"{name}: could not {doing} in {self.url}: {said}", name=name) from error
 
