@@ -350,7 +350,8 @@ class _Run:
         self._store.namespace(self._plan.identity, create=True, allow_unverified=True).close()  # ns.json first
         try:
             self._carry_over(self._target.state.keys)
-            with closing(in_parallel(self._work, self._jobs(), self._options.concurrency)) as outcomes:
+            threads, abandon = self._options.concurrency, self._pace.abandon
+            with closing(in_parallel(self._work, self._jobs(), threads, abandon)) as outcomes:
                 for shards, outcome in outcomes:
                     self._take(shards, outcome)
             self._settle()

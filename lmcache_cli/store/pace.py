@@ -13,6 +13,10 @@ J = TypeVar("J")
 R = TypeVar("R")
 
 
+class Abandoned(Exception):
+    """The job was given up while this piece of it waited for its turn."""
+
+
 class Pace:
     """Keeps the average rate of all threads together at `bytes_per_s` or below; None: as fast as it goes."""
 
@@ -21,15 +25,16 @@ class Pace:
         bytes_per_s: int | None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        wait: Callable[[float], object] | None = None,
     ) -> None:
         self._bytes_per_s = bytes_per_s
-        self._clock, self._sleep = clock, sleep
+        self._over = threading.Event()
+        self._clock, self._wait = clock, wait or self._over.wait
         self._lock = threading.Lock()
         self._free_at_s = clock()
 
     def take(self, size_bytes: int) -> None:
-        """Wait until so many bytes may be sent. Blocks."""
+        """Wait until so many bytes may be sent. Blocks. Raises `Abandoned` once `abandon` was called."""
         if self._bytes_per_s is None:
             return
         with self._lock:
@@ -37,7 +42,13 @@ class Pace:
             start_s = max(now_s, self._free_at_s)
             self._free_at_s = start_s + size_bytes / self._bytes_per_s
             wait_s = self._free_at_s - now_s
-        self._sleep(wait_s)
+        self._wait(wait_s)
+        if self._over.is_set():
+            raise Abandoned
+
+    def abandon(self) -> None:
+        """End all waiting, now and later."""
+        self._over.set()
 
 
 class Deadline:
@@ -53,10 +64,13 @@ class Deadline:
         return self._clock() >= self._end_s
 
 
-def in_parallel(work: Callable[[J], R], jobs: Iterator[J], threads: int) -> Generator[R, None, None]:
+def in_parallel(
+    work: Callable[[J], R], jobs: Iterator[J], threads: int, abandon: Callable[[], None] = lambda: None
+) -> Generator[R, None, None]:
     """Results of `work`, in order, with `threads` of them under way at once, and few taken from `jobs` beforehand.
 
-    The first error that `work` raises ends it; what is under way then is waited for, what was not begun is not.
+    The first error that `work` raises ends it, as does closing; what is under way then is waited for, after `abandon`
+    was called, and what was not begun is dropped.
     """
     running: deque[Future[R]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="lmcache-job") as pool:
@@ -67,6 +81,8 @@ def in_parallel(work: Callable[[J], R], jobs: Iterator[J], threads: int) -> Gene
                     yield running.popleft().result()
             while running:
                 yield running.popleft().result()
-        finally:
+        except BaseException:
+            abandon()
             for future in running:
                 future.cancel()
+            raise

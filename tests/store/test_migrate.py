@@ -403,7 +403,7 @@ def test_a_missing_part_is_told_and_nothing_of_the_chunk_goes(tmp_path: Path, ta
         next(root.rglob(f"{key}.*h2-4*")).unlink()
         result = migrate(source, target, ranks=1, delete_source=True)
     assert (result.num_copied, result.num_failed, result.num_deleted) == (NUM_SHARDS - 1, 1, 2 * (NUM_SHARDS - 1))
-    (notice,) = result.notices
+    (notice,) = [one for one in result.notices if one.kind == "failed"]
     assert "cannot be made from l0-2h0-2" in notice.reason
     assert [name.rpartition("/")[2][:64] for name in shards(root)] == [key]
 
@@ -447,6 +447,17 @@ def test_a_store_under_another_name_is_refused(source: Store, src: Path, tmp_pat
             plan_migrate(source, other, EVERYTHING)
 
 
+def test_an_error_does_not_wait_for_those_that_wait_their_turn(source: Store, target: Store, src: Path) -> None:
+    size = len(next(iter(shards(src).values())))
+    script = FaultScript(Fault("put", Fail(unavailable()), on_call=2))
+    start = time.monotonic()
+    plan = plan_migrate(source, target, MigrateOptions(bytes_per_s=size, concurrency=4))
+    target.backend = FaultBackend(target.backend, script)
+    with pytest.raises(Unavailable):
+        apply_migrate(source, target, plan)
+    assert time.monotonic() - start < 3
+
+
 def test_the_limit_holds_on_average() -> None:
     now = [0.0]
     slept: list[float] = []
@@ -455,7 +466,7 @@ def test_the_limit_holds_on_average() -> None:
         slept.append(seconds)
         now[0] += seconds
 
-    pace = Pace(100, clock=lambda: now[0], sleep=sleep)
+    pace = Pace(100, clock=lambda: now[0], wait=sleep)
     for size in (50, 50, 100, 300):
         pace.take(size)
     assert now[0] == pytest.approx(5.0)
