@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from lmcache_cli.store import Namespace, Store, WriterOptions
 from lmcache_format import Dtype, Identity, Part
+from lmcache_format.encodings import encoding_names
 from lmcache_format.identity import AttentionKind
 from lmcache_format.keys import MultimodalItem, chunk_extras, next_key, root_key
 from lmcache_format.segment import RemoveReason
@@ -24,7 +25,6 @@ from tests.spec.independent_reader import store as independent
 from tests.store.pattern import pattern, small_buffer, tiny_identity
 
 SALTS = (None, "a", "é")
-WRITABLE = ("raw", "bfx", "huf8", "int8", "int8huf", "uq006", "uq012")
 
 
 # ---- random stores ------------------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ documents = st.builds(
     Document,
     st.lists(st.sampled_from((0, 1, 2**32 - 1)), min_size=1, max_size=9).map(tuple),
     st.sampled_from(SALTS),
-    st.sampled_from(WRITABLE),
+    st.sampled_from(encoding_names()),
     st.integers(0, 3),
     st.lists(
         st.builds(MultimodalItem, st.integers(0, 8), st.integers(0, 5), st.sampled_from(("sha256:x", "ü"))), max_size=2

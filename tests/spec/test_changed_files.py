@@ -99,8 +99,6 @@ def test_segments(seed: int) -> None:
             sections.pop(rng.randrange(len(sections)))
         if rng.random() < 0.1:
             sections.insert(rng.randrange(len(sections)), Section(b"NEW2", rng.choice((0, 1, 2)), b"x" * 5, 1))
-        if any("-" in text.partition("-")[2] for text in labels_of(sections)):
-            continue  # see test_where_text_and_code_differ.py
         wrong = rng.choice((None, None, None, None, "shift", "gap", "more", "cut", "magic", "version"))
         head = bytearray(original[:64])
         head[0] ^= wrong == "magic"
@@ -112,12 +110,6 @@ def test_segments(seed: int) -> None:
         both = agree(segment.parse_segment, decode_segment, data, fingerprint)
         if both is not None:
             check_segments(*both)
-
-
-def labels_of(sections: list[Section]) -> list[str]:
-    value = next((json.loads(one.content) for one in sections if one.kind == b"NAME" and one.content[:1] == b"{"), {})
-    texts = value.get("encodings", [])
-    return [text for text in texts if isinstance(text, str)] if isinstance(texts, list) else []
 
 
 def check_segments(mine: segment.Segment, theirs: Any) -> None:
@@ -143,7 +135,7 @@ TEXTS: list[Any] = [
     "0" * 16, "8,8", "8,0", "0,8", "08,8", "9999999,9999999", "12345678,8", "BF16", "F32", "bf16", "U8", "{}", "[]",
     '{"must_understand":true,"name":"raw","parameters":{},"quality":null}', '{"a":"\\ud800"}', '{"a":1.0}',
     '{"must_understand":false,"name":"bfx","parameters":{"version":1},"quality":null,"x":1}', 1, None, {},
-    '{"must_understand":true,"name":"bfx","parameters":{"version":2},"quality":"near"}', "blake:", "\ud800",
+    '{"must_understand":true,"name":"bfx","parameters":{"version":2},"quality":"a-b"}', "blake:", "\ud800",
     "xxh3-128:" + "A" * 22 + "==", "AAAA", "AAAAAA==", "AAAAAB==", "A",
 ]  # fmt: skip
 

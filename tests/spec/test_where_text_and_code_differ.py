@@ -8,13 +8,11 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lmcache_cli.store import Store, WriterOptions
 from lmcache_cli.store.state import merge
 from lmcache_format import (
     Dtype,
@@ -27,13 +25,11 @@ from lmcache_format import (
     UnsupportedVersion,
 )
 from lmcache_format.encodings import get_encoding
-from lmcache_format.names import ShardName
 from lmcache_format.segment import AddFlags, decode_segment
 from tests.spec.changes import STORES, packed
-from tests.spec.independent_reader import encodings, identity, names, segment, shard
+from tests.spec.independent_reader import encodings, identity, segment, shard
 from tests.spec.independent_reader.refusals import Reason, Refused
 from tests.spec.test_changed_files import Section, parsed_by_the_code, sealed, sections_of, segment_of
-from tests.store.pattern import document, put_document, tiny_identity
 
 STORE = STORES[0]
 
@@ -41,27 +37,6 @@ STORE = STORES[0]
 def differs(reason: str, raises: type[BaseException] | tuple[type[BaseException], ...] = AssertionError) -> Any:
     """A mark for a difference; `raises` is how it shows."""
     return pytest.mark.xfail(strict=True, reason=reason, raises=raises)
-
-
-# ---- classes of quality with a hyphen -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["uq025", "uq050", "fp8"])
-@differs("labels and `lmcache.encoding` take no hyphen in a class of quality (SPEC §8.3)", raises=ShardError)
-def test_every_encoding_can_be_kept_in_a_store(name: str, tmp_path: Path) -> None:
-    own, tokens = tiny_identity(chunk_tokens=8, head_dim=16), document(20)
-    with Store.create(str(tmp_path / "store")) as store:
-        with store.namespace(own, create=True, allow_lossy=True, writer=WriterOptions(encoding=name)) as space:
-            put_document(space, tokens)
-        with store.namespace(own, allow_lossy=True) as space:
-            assert space.match(tokens).num_tokens == len(tokens)
-
-
-@differs("labels take no hyphen in a class of quality (SPEC §4.2)", raises=ValueError)
-def test_labels_of_classes_with_a_hyphen_are_names() -> None:
-    path = f"ns/{'0' * 32}/c/aa/aa/{'a' * 64}.l0-2h0-2.uq025-fp8-grade.safetensors"
-    assert names.shard(path).label == "uq025-fp8-grade"
-    assert ShardName.parse(path).encoding == "uq025-fp8-grade"
 
 
 # ---- identities ---------------------------------------------------------------------------------------------------
@@ -126,9 +101,9 @@ def test_the_crc32c_of_a_write_is_known_whichever_record_is_read_first() -> None
 # ---- shards -------------------------------------------------------------------------------------------------------
 
 
-def with_member(name: str, value: str) -> bytes:
-    """A raw golden shard with one member of its metadata set."""
-    original = sorted(STORE.rglob("*.raw.safetensors"))[0].read_bytes()
+def with_member(name: str, value: str, label: str = "raw") -> bytes:
+    """A golden shard in this encoding with one member of its metadata set."""
+    original = sorted(STORE.rglob(f"*.{label}.safetensors"))[0].read_bytes()
     size = struct.unpack_from("<Q", original)[0]
     text = original[8 : 8 + size].rstrip(b" ")
     members = {**json.loads(text)["__metadata__"], name: value}
@@ -136,9 +111,12 @@ def with_member(name: str, value: str) -> bytes:
     return sealed(made + text[text.index(b'},"layers.') + 1 :], original[8 + size :])
 
 
-@differs("decoded checksums that are there and empty are taken for none", raises=pytest.fail.Exception)
-def test_raw_shards_have_no_decoded_checksums() -> None:
-    data = with_member("lmcache.decoded_checksums", "xxh3-128:")
+@pytest.mark.parametrize(
+    ("label", "name"), [("raw", "decoded_checksums"), ("raw", "tensor_checksums"), ("bfx", "tensor_checksums")]
+)
+@differs("checksums that are there and empty are taken for none", raises=pytest.fail.Exception)
+def test_no_digests_are_not_as_good_as_no_member(label: str, name: str) -> None:
+    data = with_member(f"lmcache.{name}", "xxh3-128:", label)
     with pytest.raises(Refused):
         shard.parse_header(data, len(data))
     with pytest.raises(ShardError):
