@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lmcache_cli.backends import Backend, ObjectInfo, Unavailable
 from lmcache_format.dtypes import Dtype
@@ -29,6 +30,7 @@ from .reading import Fault, ReadFault, Wanted, read_part
 from .state import Entry
 from .writing import build_shard, entry_of, whole_crc32c
 
+Array = npt.NDArray[Any]
 _SINK_TOKENS = "sink"
 
 
@@ -205,24 +207,31 @@ def _compare(backend: Backend, meta: ShardMeta, chunk: ChunkBuffer, encoding: En
             )
 
 
-def relative_mse(exact: np.ndarray[Any, Any], found: np.ndarray[Any, Any], spec: TensorSpec, sink_tokens: int) -> float:
+def relative_mse(exact: Array, found: Array, spec: TensorSpec, sink_tokens: int) -> float:
     """Mean squared error over mean square of the elements after the sink tokens; infinite where exact ones differ.
 
     Equal bits are no error, whatever number they are.
     """
     axis = exact.ndim - 2
-    head, tail = np.split(exact, [sink_tokens], axis=axis), np.split(found, [sink_tokens], axis=axis)
-    if not np.array_equal(head[0], tail[0]):
+    sink, want = np.split(exact, [sink_tokens], axis=axis)
+    found_sink, have = np.split(found, [sink_tokens], axis=axis)
+    if not _same_bits(sink, found_sink):
         return float("inf")
-    if np.array_equal(head[1], tail[1]):
+    if _same_bits(want, have):
         return 0.0
     with np.errstate(invalid="ignore", over="ignore"):
-        want, have = _float64(head[1], spec.dtype), _float64(tail[1], spec.dtype)
-        energy = float(np.square(want).sum())
-        return float(np.square(have - want).sum()) / energy if energy else float("inf")
+        wanted, got = _float64(want, spec.dtype), _float64(have, spec.dtype)
+        energy = float(np.square(wanted).sum())
+        return float(np.square(got - wanted).sum()) / energy if energy else float("inf")
 
 
-def _float64(bits: np.ndarray[Any, Any], dtype: Dtype) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _same_bits(one: Array, other: Array) -> bool:
+    """Numbers will not do: NaN is unlike itself, and the zeros are alike."""
+    bits = f"u{one.dtype.itemsize}"
+    return np.array_equal(np.ascontiguousarray(one).view(bits), np.ascontiguousarray(other).view(bits))
+
+
+def _float64(bits: Array, dtype: Dtype) -> npt.NDArray[np.float64]:
     if dtype is Dtype.BF16:
         return (np.ascontiguousarray(bits).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return bits.astype(np.float64)

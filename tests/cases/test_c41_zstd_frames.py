@@ -33,8 +33,9 @@ FRAME_STREAM = 1
 Mutation = Callable[[bytes, bytes], bytes]
 
 
-def one_frame(data: bytes, level: int = 3, **how: bool) -> bytes:
-    return zstandard.ZstdCompressor(level=level, **{"write_checksum": True, **how}).compress(data)
+def one_frame(data: bytes, level: int = 3, *, checksum: bool = True, content_size: bool = True) -> bytes:
+    coder = zstandard.ZstdCompressor(level=level, write_checksum=checksum, write_content_size=content_size)
+    return coder.compress(data)
 
 
 def three_frames(data: bytes, frame: bytes) -> bytes:
@@ -54,8 +55,8 @@ def cut(tenth: int, data: bytes, frame: bytes) -> bytes:
 
 MUTATIONS: dict[str, Mutation] = {
     "three frames": three_frames,
-    "no content size": lambda data, frame: one_frame(data, write_content_size=False),
-    "no checksum": lambda data, frame: one_frame(data, write_checksum=False),
+    "no content size": lambda data, frame: one_frame(data, content_size=False),
+    "no checksum": lambda data, frame: one_frame(data, checksum=False),
     "one byte more": lambda data, frame: frame + b"\x00",
     "a second frame": lambda data, frame: frame + one_frame(b"more"),
     "a skippable frame": lambda data, frame: frame + struct.pack("<II", 0x184D2A50, 4) + b"skip",
