@@ -76,6 +76,20 @@ class Pending:
     def __bool__(self) -> bool:
         return bool(self.adds or self.removes or self.touches or self.labels or self.pins)
 
+    def joined_by(self, later: Pending) -> Pending:
+        """This and what was buffered after it."""
+        touches = dict(self.touches)
+        for key, (day, hits) in later.touches.items():
+            known_day, known_hits = touches.get(key, (0, 0))
+            touches[key] = (max(day, known_day), max(hits, known_hits))
+        return Pending(
+            self.adds + later.adds,
+            self.removes + later.removes,
+            touches,
+            self.labels + later.labels,
+            self.pins + later.pins,
+        )
+
 
 class Manifest:
     """Segments of one namespace, as far as they were read. Not thread-safe; the namespace that owns it holds a lock."""

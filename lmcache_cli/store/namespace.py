@@ -177,14 +177,19 @@ class Namespace:
         self.producer: Mapping[str, Any] = self._options.producer or {}
         self._allow_lossy = allow_lossy
         self._may_write = may_write
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # over what is in memory; never held while the back-end is asked
+        self._io = threading.RLock()  # over the manifest on the back-end: one flush, refresh or compaction at a time
         self._manifest = Manifest(backend, self.fingerprint, self.events)
         self._state = empty_state()
         self._unmerged: list[Segment] = []
         self._pending = Pending()
+        self._in_flight = Pending()  # taken out of `_pending` by a flush that has not ended
+        self._hidden: list[Entry] = []  # dropped by this process alone
         self._pending_since = 0.0
         self._writer_id = new_writer_id()
-        self._view = self._build_view()
+        self._view = View(self._state, self.need, self._can_read, identity.chunk_tokens)
+        self._flushed_hits: dict[int, int] = {}
+        self._background: ThreadPoolExecutor | None = None
         self._clock = clock
         self._refresh_interval_s = refresh_interval_s
         self._refreshed_at = -float("inf")
@@ -233,15 +238,17 @@ class Namespace:
 
     def match_keys(self, keys: KeyList) -> int:
         """How many chunks, from the first on, are present."""
+        count = self._count_present(keys)
+        if count < len(keys) and self._refresh_if_due():
+            count = self._count_present(keys)
+        while self._can_probe and count < len(keys) and self._adopt(keys[count]):
+            count = self._count_present(keys)
+        self._flush_if_due()
+        return count
+
+    def _count_present(self, keys: KeyList) -> int:
         with self._lock:
-            count = self._view.match(keys)
-            if count == len(keys):
-                return count
-            if self._refresh_if_due():
-                count = self._view.match(keys)
-            while self._can_probe and count < len(keys) and self._adopt(keys[count]):
-                count = self._view.match(keys)
-            return count
+            return self._view.match(keys)
 
     def _match_tail(
         self, parent: ChunkKey, depth: int, words: Any, items: Sequence[MultimodalItem], start: int
@@ -444,7 +451,9 @@ class Namespace:
         with self._lock:
             self._view.drop(entry)
             self._pending.adds = [add for add in self._pending.adds if add.nonce != entry.nonce]
-            if reason is not None:
+            if reason is None:
+                self._hidden.append(entry)
+            else:
                 self._buffer(removes=[Remove(entry, reason, _wall_ms())])
 
     # ---- write ------------------------------------------------------------------------------------------------
@@ -565,11 +574,8 @@ class Namespace:
             self._view.add(entry)
             self._buffer(adds=[entry])
             self._note_touch(entry.key)
-            is_due = (
-                len(self._pending.adds) >= self._options.flush_after_chunks
-                or self._clock() - self._pending_since >= self._options.flush_after_s
-            )
-        if is_due:
+            is_full = len(self._pending.adds) >= self._options.flush_after_chunks
+        if is_full or self._is_flush_due():
             self._flush_quietly()
 
     def label(self, name: str, key: ChunkKey, num_tokens: int, depth: int) -> None:
@@ -598,15 +604,16 @@ class Namespace:
 
     def remove(self, entry: Entry, reason: RemoveReason, version: str | None = None) -> None:
         """Take one shard out of the index. The object is left where it is, for a sweep to delete."""
+        now_ms = self._backend.now_ms()
         with self._lock:
             self._view.drop(entry)
-            self._buffer(removes=[Remove(entry, reason, self._backend.now_ms(), version)])
+            self._buffer(removes=[Remove(entry, reason, now_ms, version)])
 
     # ---- index ------------------------------------------------------------------------------------------------
 
     def refresh(self) -> bool:
         """Take in what other writers flushed; True if there was anything. A back-end that does not answer is a no."""
-        with self._lock:
+        with self._io:
             self._refreshed_at = self._clock()
             try:
                 segments = self._manifest.refresh(leave_out_unavailable=True)
@@ -622,46 +629,63 @@ class Namespace:
 
         Where there are many segments they are compacted; that this fails is counted, and tried again the next time.
         """
-        with self._lock:
+        with self._io:
             if not self._may_write:
-                self._pending = Pending()
+                with self._lock:
+                    self._pending = Pending()
                 return
             if self._options.durability is Durability.FULL:
                 self._backend.sync_names()
             if self._pending:
-                pending, self._pending = self._pending, Pending()
-                segment = segment_of_pending(self.fingerprint, pending, self._writer_id, _wall_ms())
-                try:
-                    self._manifest.write(segment, self._options.durability)
-                except BaseException:
-                    self._pending = pending
-                    raise
-                self._unmerged.append(segment)
+                self._write_pending()
             if self._manifest.live_segments > COMPACT_ABOVE_SEGMENTS:
                 try:
                     self.compact()
                 except (BackendError, StoreError) as problem:
                     self.events.problem(Event.COMPACTION_FAILED, self.fingerprint, problem)
 
+    def _write_pending(self) -> None:
+        """Write what is pending, while others go on to match, and to buffer more."""
+        with self._lock:
+            self._in_flight, self._pending = self._pending, Pending()
+        segment = segment_of_pending(self.fingerprint, self._in_flight, self._writer_id, _wall_ms())
+        try:
+            self._manifest.write(segment, self._options.durability)
+        except BaseException:
+            with self._lock:
+                self._pending = self._in_flight.joined_by(self._pending)
+                self._in_flight = Pending()
+            raise
+        with self._lock:
+            self._unmerged.append(segment)
+            self._flushed_hits.update((number, hits) for number, (_, hits) in self._in_flight.touches.items())
+            self._in_flight = Pending()
+
     def compact(self) -> None:
         """Write the whole index as one segment. Raises `BackendError`, `StoreError`; the old segments then stay.
 
         Segments that cannot be read now are left out and left alone.
         """
-        with self._lock:
-            if not self._may_write:
-                raise Refused(f"{self._backend.url} may not be written to by this release")
+        if not self._may_write:
+            raise Refused(f"{self._backend.url} may not be written to by this release")
+        with self._io:
             self._take_in(self._manifest.refresh(leave_out_unavailable=True), rebuild=True)
             self._manifest.compact(self._state, self._writer_id, self._options.durability, self._options.grace_ms)
 
     def state(self) -> State:
         """Everything the index knows, unflushed entries included."""
         with self._lock:
-            extra = [*self._unmerged, segment_of_pending(self.fingerprint, self._pending, self._writer_id, _wall_ms())]
-            return combine(self._state, self.fingerprint, extra)
+            state, unmerged = self._state, list(self._unmerged)
+            pending = self._in_flight.joined_by(self._pending)
+        latest = segment_of_pending(self.fingerprint, pending, self._writer_id, _wall_ms())
+        return combine(state, self.fingerprint, [*unmerged, latest])
 
     def close(self) -> None:
         """Flush and let go of threads. A flush that fails is counted; shards are found without it."""
+        with self._lock:
+            background, self._background = self._background, None
+        if background is not None:
+            background.shutdown(wait=True)
         self._flush_quietly()
         self._readers.shutdown(wait=True)
 
@@ -682,34 +706,65 @@ class Namespace:
                 self._pending_since = self._clock()
 
     def _refresh_if_due(self) -> bool:
-        if not self._can_probe or self._clock() - self._refreshed_at < self._refresh_interval_s:
+        """Take in what others wrote, now and then: at once where a look costs little, behind the scenes elsewhere."""
+        if self._clock() - self._refreshed_at < self._refresh_interval_s:
             return False
-        return self.refresh()
+        if not self._can_probe:
+            self._refreshed_at = self._clock()
+            self._in_background(self.refresh)
+            return False
+        if not self._io.acquire(blocking=False):  # somebody is at it: the answer does not wait for that
+            return False
+        try:
+            return self.refresh()
+        finally:
+            self._io.release()
+
+    def _is_flush_due(self) -> bool:
+        return bool(self._pending) and self._clock() - self._pending_since >= self._options.flush_after_s
+
+    def _flush_if_due(self) -> None:
+        if self._is_flush_due():
+            self._pending_since = self._clock()
+            self._in_background(self._flush_quietly)
+
+    def _in_background(self, work: Callable[[], object]) -> None:
+        with self._lock:
+            if self._background is None:
+                self._background = ThreadPoolExecutor(1, thread_name_prefix="lmcache-index")
+            self._background.submit(work)
 
     def _take_in(self, segments: list[Segment], *, rebuild: bool = False) -> None:
-        self._unmerged += segments
-        recent = sum(len(segment.keys) for segment in self._unmerged)
+        """Merge segments; the caller holds `_io`. What takes long is done while others go on to match."""
+        unmerged = [*self._unmerged, *segments]
+        recent = sum(len(segment.keys) for segment in unmerged)
         has_removes = any(len(segment.removes) for segment in segments)
         if rebuild or has_removes or recent > max(_REBUILD_ABOVE_RECENT, len(self._state) // 8):
-            self._state = combine(self._state, self.fingerprint, self._unmerged)
-            self._unmerged = []
-            self._view = self._build_view()
+            state = combine(self._state, self.fingerprint, unmerged)
+            view = View(state, self.need, self._can_read, self.identity.chunk_tokens)
+            with self._lock:
+                self._state, self._unmerged = state, []
+                self._flushed_hits.clear()
+                self._view = self._caught_up(view)
             return
-        for segment in segments:
-            for entry in _entries(segment):
-                if not self._is_removed(entry.nonce):
-                    self._view.add(entry)
+        with self._lock:
+            self._unmerged = unmerged
+            for segment in segments:
+                for entry in _entries(segment):
+                    if not self._is_removed(entry.nonce):
+                        self._view.add(entry)
 
-    def _build_view(self) -> View:
-        """A view of the merged state, with what is pending in front of it. A shard this process found to be gone or
-        damaged stays dropped, its remove being pending or flushed."""
-        view = View(self._state, self.need, self._can_read, self.identity.chunk_tokens)
-        gone = {remove.entry.nonce for remove in self._pending.removes}
-        for entry in self._pending.adds:
+    def _caught_up(self, view: View) -> View:
+        """A new view with what is pending in front of it; what this process found gone or damaged stays dropped."""
+        pending = self._in_flight.joined_by(self._pending)
+        gone = {remove.entry.nonce for remove in pending.removes}
+        for entry in pending.adds:
             if entry.nonce not in gone:
                 view.add(entry)
-        for remove in self._pending.removes:
+        for remove in pending.removes:
             view.drop(remove.entry)
+        for entry in self._hidden:
+            view.drop(entry)
         return view
 
     def _is_removed(self, nonce: str) -> bool:
@@ -738,7 +793,8 @@ class Namespace:
         except BackendError as problem:
             self.events.problem(Event.READ_UNAVAILABLE, self._path(key), problem)
             return False
-        known = {(entry.part, entry.encoding) for entry in self._view.entries(key)}
+        with self._lock:
+            known = {(entry.part, entry.encoding) for entry in self._view.entries(key)}
         found = [self._adopt_shard(name) for name in names if (name.part, name.encoding) not in known]
         return any(found)
 
@@ -763,10 +819,11 @@ class Namespace:
                 entry = _entry_of_header(header, handle.size)
         except (BackendError, FormatError):
             return False
-        if self._is_removed(entry.nonce):
-            return False
-        self._view.add(entry)
-        self._buffer(adds=[entry])
+        with self._lock:
+            if self._is_removed(entry.nonce):
+                return False
+            self._view.add(entry)
+            self._buffer(adds=[entry])
         self.events.count(Event.ADOPTED)
         return True
 
@@ -803,6 +860,9 @@ class Namespace:
         self._pending.touches[number] = (max(day, _wall_ms() // DAY_MS), known + hits)
 
     def _known_hits(self, number: int) -> int:
+        for hits in (self._in_flight.touches.get(number, (0, 0))[1], self._flushed_hits.get(number, 0)):
+            if hits:
+                return hits
         touches = self._state.touches
         at = int(touches["key"].searchsorted(number)) if len(touches) else 0
         return int(touches["hits"][at]) if at < len(touches) and int(touches["key"][at]) == number else 0
