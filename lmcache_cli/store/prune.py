@@ -503,7 +503,7 @@ def _without_young(
     young = np.zeros(len(rows), np.bool_)
     for number, entry in enumerate(entries):
         place = places.get(slot_of(entry))
-        if codes[number] == Rule.AGE and place is not None and place.modified_ms > since_ms:
+        if codes[number] == Rule.AGE and place is not None and place.modified_ms >= since_ms:
             young[number] = place.modified_ms - entry.created_ms <= MAX_SKEW_MS
     return _closed_rows(plan, rows[~young], codes[~young]) if young.any() else rows
 

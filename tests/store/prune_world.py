@@ -19,7 +19,6 @@ from lmcache_cli.backends import Durability
 from lmcache_cli.backends.memory import MemoryBackend
 from lmcache_cli.store import Namespace, PutStatus, Store, WriterOptions
 from lmcache_cli.store.index import Index
-from lmcache_cli.store.manifest import Pending
 from lmcache_cli.store.prune import PrunePlan, PruneRules, mark, plan_prune
 from lmcache_cli.store.repair import RepairOptions, apply_repair, plan_repair
 from lmcache_cli.store.sweep import SWEPT_REASONS, sweep
@@ -306,21 +305,25 @@ def new_world() -> Iterator[World]:
 
 def _copied(namespace: Namespace) -> Namespace:
     """A namespace that goes on from here on its own; locks and threads are shared."""
-    made = copy.copy(namespace)
-    pending = namespace._pending
-    made._pending = Pending(
-        list(pending.adds), list(pending.removes), dict(pending.touches), list(pending.labels), list(pending.pins)
-    )
-    made._unmerged = list(namespace._unmerged)
-    made._manifest = copy.copy(namespace._manifest)
-    for name in ("_seen", "_unread", "_present", "_live"):
-        setattr(made._manifest, name, set(getattr(namespace._manifest, name)))
-    made._manifest._superseded = dict(namespace._manifest._superseded)
-    made._view = copy.copy(namespace._view)
-    made._view._recent = {key: list(value) for key, value in namespace._view._recent.items()}
-    made._view._recent_tails = {key: list(value) for key, value in namespace._view._recent_tails.items()}
-    made._view._dropped = set(namespace._view._dropped)
+    made = _shallow(namespace)
+    made._pending = _shallow(namespace._pending)
+    made._manifest = _shallow(namespace._manifest)
+    made._view = _shallow(namespace._view)
     made._view._present = namespace._view._present.copy()
+    for table in (made._view._recent, made._view._recent_tails):
+        for key, entries in table.items():
+            table[key] = list(entries)
+    return made
+
+
+def _shallow(found: Any) -> Any:
+    """A copy whose own lists, sets and dictionaries can change without those of the original."""
+    made = copy.copy(found)
+    names = vars(found) if hasattr(found, "__dict__") else found.__slots__
+    for name in names:
+        value = getattr(found, name)
+        if isinstance(value, list | set | dict):
+            setattr(made, name, copy.copy(value))
     return made
 
 
