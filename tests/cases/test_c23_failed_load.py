@@ -130,7 +130,7 @@ def test_what_was_not_loaded_is_told_and_never_read(
         assert (request.status, request.output) == (Status.ERROR, [])
     failure.go_on.set()
     engine.settle()
-    assert_at_rest_soon(engine)
+    engine.assert_at_rest()
     engine.close()
 
     with Store.open(str(store_dir)) as store, store.namespace(identity) as namespace:
@@ -141,15 +141,6 @@ def test_what_was_not_loaded_is_told_and_never_read(
         assert found == CHUNK
     if name in ("truncated", "flipped", "empty"):
         assert list((store_dir / "quarantine").rglob("*.safetensors*"))
-
-
-def assert_at_rest_soon(engine: FakeEngine) -> None:
-    """A read that was given up gives its memory back when it is over."""
-    for _ in range(200):
-        if all(pool.num_leased == 0 for rank in engine.ranks for pool in rank.pools):
-            break
-        threading.Event().wait(0.02)
-    engine.assert_at_rest()
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])

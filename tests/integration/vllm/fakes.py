@@ -353,6 +353,9 @@ class FakeEngine:
         assert (self.scheduler.num_requests, self.scheduler.num_loads) == (0, 0)
         for rank in self.ranks:
             assert rank.worker.num_async_loads == 0
+            deadline = time.monotonic() + 10.0  # a read that was given up gives its memory back when it is over
+            while any(pool.num_leased for pool in rank.pools) and time.monotonic() < deadline:
+                time.sleep(0.002)
             assert [pool.num_leased for pool in rank.pools] == [0, 0, 0]
             assert rank.worker.writer.num_pending == 0
 
