@@ -22,6 +22,7 @@ COLUMNS = ("action", "path", "count", "size_bytes", "reason")
         "lmcache repair --store /srv/kv --dry-run",
         "lmcache repair --store /srv/kv --yes",
         "lmcache repair --store /srv/kv --deep --yes --json",
+        "lmcache repair --store /srv/kv --read-data --yes",
     ),
     exit_codes=(ExitCode.DAMAGE, ExitCode.NO_STORE, ExitCode.TOO_NEW),
 )
@@ -29,6 +30,9 @@ def repair(
     session: Session,
     deep: Annotated[
         bool, typer.Option("--deep", help="Read the header of every shard, and write the index anew from them.")
+    ] = False,
+    read_data: Annotated[
+        bool, typer.Option("--read-data", help="Read every byte of every shard, as verify does, to find flipped bits.")
     ] = False,
     namespace: Annotated[
         str | None,
@@ -52,7 +56,7 @@ def repair(
 
     with Store.open(session.settings.required_store()) as store:
         chosen = None if namespace is None else find_namespace(store, namespace)
-        options = RepairOptions(deep=deep, namespace=chosen, accept_missing=accept_missing)
+        options = RepairOptions(deep, read_data, namespace=chosen, accept_missing=accept_missing)
         with session.output.progress("looking", total=None, unit="shards") as meter:
             plan = plan_repair(store, options, lambda num_shards, num_bytes: meter.advance(num_shards))
         session.output.table("repair_action", _rows(plan), columns=COLUMNS)

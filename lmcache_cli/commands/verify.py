@@ -72,7 +72,7 @@ def verify(
     session.output.summary(SUMMARY, level=report.level, share=report.share, **report.counts())
     if report.is_sound:
         return ExitCode.OK
-    session.output.note("next: 'lmcache repair' shows what it would mend")
+    session.output.note("next: 'lmcache repair --read-data' shows what it would mend")
     return ExitCode.DAMAGE
 
 

@@ -1,7 +1,8 @@
 """Make the index agree with the shards again: plan first, then apply. No shard is ever deleted.
 
 From the listing: shards the index does not know are adopted, entries without a shard dropped. `deep`: the header of
-every shard is read, and the index written anew as one segment. Damaged shards and segments are moved to quarantine.
+every shard is read, and the index written anew as one segment. `read_data`: every byte is read. Damaged shards and
+segments are moved to quarantine.
 """
 
 from __future__ import annotations
@@ -69,9 +70,11 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class RepairOptions:
-    """`accept_missing`: believe it when most of what the index lists is not in the store."""
+    """`deep` reads all headers and writes the index anew from them; `read_data` reads every byte.
+    `accept_missing`: believe it when most of what the index lists is not in the store."""
 
     deep: bool = False
+    read_data: bool = False
     namespace: Fingerprint | None = None
     accept_missing: bool = False
     threads: int = 2
@@ -229,7 +232,7 @@ def _plan_staging(backend: Backend, plan: RepairPlan) -> None:
 
 def _planned(backend: Backend, plan: NamespacePlan, options: RepairOptions, advance: Advance) -> Iterator[Action]:
     index, fingerprint = plan.index, plan.found.fingerprint
-    level = Level.HEADERS if options.deep else Level.QUICK
+    level = Level.FULL if options.read_data else Level.HEADERS if options.deep else Level.QUICK
     survey = Survey(backend, index, plan.found.identity, level, threads=options.threads)
     agreeing = 0
     for one in survey.shards():
@@ -344,7 +347,7 @@ def _apply(backend: Backend, plan: NamespacePlan, result: RepairResult) -> None:
 def _condemn(backend: Backend, plan: NamespacePlan, result: RepairResult) -> Iterator[Entry]:
     """Move what was found damaged out of the way, unless a writer replaced it meanwhile; what the index had of it."""
     for name, entry in plan.condemned:
-        if check_shard(backend, name, plan.found.identity, with_data=False).health in (Health.SOUND, Health.GONE):
+        if check_shard(backend, name, plan.found.identity, with_data=True).health in (Health.SOUND, Health.GONE):
             continue
         if _set_aside(backend, name.path, name.quarantine_path, result) and entry is not None:
             yield entry

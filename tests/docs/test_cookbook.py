@@ -76,7 +76,7 @@ def test_quick_finds_missing_and_cut_files(lmcache, store):
     assert (ran.code, ran.summary["num_missing"], ran.summary["num_damaged"]) == (3, 1, 1)
 
 
-def test_a_flipped_bit_in_the_data_is_reported_and_moved_aside_by_hand(lmcache, store):
+def test_a_flipped_bit_in_the_data_is_reported_and_moved_aside_by_repair(lmcache, store):
     victim = shards(store)[0]
     flip_a_bit(victim)
     assert lmcache("verify", "--store", store, "--headers").code == 0  # headers are sound: only data tells
@@ -86,9 +86,12 @@ def test_a_flipped_bit_in_the_data_is_reported_and_moved_aside_by_hand(lmcache, 
     assert "data checksum" in str(finding["reason"])
     assert store / str(finding["path"]) == victim
 
-    (store / "quarantine").mkdir(exist_ok=True)
-    victim.rename(store / "quarantine" / victim.name)
-    assert lmcache("repair", "--store", store, "--yes").code == 0
+    assert lmcache("repair", "--store", store, "--yes").code == 0  # does not read data
+    assert victim.exists()
+    done = lmcache("repair", "--store", store, "--read-data", "--yes")
+    assert (done.code, done.summary["num_quarantined"]) == (0, 1)
+    assert not victim.exists()
+    assert [path.name.endswith(victim.name) for path in (store / "quarantine").iterdir()] == [True]
     assert lmcache("verify", "--store", store).code == 0
 
 
