@@ -74,7 +74,8 @@ def migrate(
 
     With --delete-source a shard goes only when its copy at DST was read back in full, and only in the version that was
     read. Pinned chunks are copied and stay. When SRC or DST does not answer, nothing is deleted any more, and the
-    command ends with 1; what was marked by then is swept by the next 'lmcache prune' of SRC. Shards in a lossy encoding are copied as they are.
+    command ends with 1; what was marked by then is swept by the next 'lmcache prune' of SRC. Shards in a lossy encoding
+    are copied as they are.
     """
     from lmcache_cli.store import Store
     from lmcache_cli.store.migrate import MigrateOptions, plan_migrate
