@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lmcache_cli.backends import BackendError, NoSpace
@@ -33,11 +34,19 @@ class BackgroundWriter:
     """Writes jobs in the order they came. A write that fails is counted, and so are the chunks that follow it in its
     sequence: without their parent they could never be found. A full device stops writing for `pause_s`.
 
-    The index is flushed once nothing was written for `flush_idle_s`.
+    The index is flushed once nothing was written for `flush_idle_s`. `on_saved` is called for every chunk that is in
+    the store now, by the writer's thread.
     """
 
-    def __init__(self, *, pause_s: float = 30.0, flush_idle_s: float = 2.0) -> None:
+    def __init__(
+        self,
+        *,
+        pause_s: float = 30.0,
+        flush_idle_s: float = 2.0,
+        on_saved: Callable[[ChunkRef], None] | None = None,
+    ) -> None:
         self.counts: Counter[str] = Counter()
+        self._on_saved = on_saved
         self._pause_s = pause_s
         self._flush_idle_s = flush_idle_s
         self._paused_until = -float("inf")
@@ -132,6 +141,8 @@ class BackgroundWriter:
             self._failed.pop((name, chunk.key), None)
             self._unflushed[id(job.namespace)] = job.namespace
             self.counts["saved" if status in (PutStatus.STORED, PutStatus.REPLACED) else "save_present"] += 1
+            if self._on_saved is not None:
+                self._on_saved(chunk)
             return
         self.counts["save_failed"] += 1
         self._note_failed(name, chunk.key)

@@ -9,6 +9,7 @@ import importlib.metadata
 import logging
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,7 +81,7 @@ class LMCacheStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
         from lmcache_format.geometry import whole_part
 
-        from .identity import RequestReader, ranks_of
+        from .identity import RequestReader, ranks_of, writes_part
         from .scheduling import SchedulingOptions, StoreScheduler
 
         options = self.options
@@ -88,15 +89,17 @@ class LMCacheStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._namespaces = self._open_namespaces(store, whole_part(self._identity), is_writer=False)
         is_near = store.backend.capabilities.cheap_stat
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        on_cpu = _is_cpu()
+        on_cpu, ranks = _is_cpu(), ranks_of(vllm_config)
         self.scheduler = StoreScheduler(
             self._namespaces.of,
             RequestReader(options),
             SchedulingOptions(
                 block_size=spec.block_size,
                 chunk_tokens=self._identity.chunk_tokens,
-                num_ranks=ranks_of(vllm_config).num_ranks,
+                num_ranks=ranks.num_ranks,
                 hold_saves=options.hold_saves,
+                num_writers=sum(writes_part(self._identity, ranks, rank) for rank in range(ranks.num_ranks)),
+                events=_wants_events(vllm_config),
                 load=options.load,
                 save=options.save,
                 load_async=(not on_cpu) if options.load_async is None else options.load_async,
@@ -113,7 +116,6 @@ class LMCacheStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         start."""
         from lmcache_cli.runtime.loading import Loader
         from lmcache_cli.runtime.memory import MemoryPool
-        from lmcache_cli.runtime.saving import BackgroundWriter
 
         from .identity import part_of_rank, ranks_of, writes_part
         from .paging import layer_numbers, open_pages, supported_group
@@ -132,9 +134,9 @@ class LMCacheStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             loader=Loader(pages, pools[0], timeout_s=options.load_timeout_s),
             async_loader=Loader(pages, pools[1], timeout_s=options.load_timeout_s),
             save_pool=MemoryPool(identity, part, options.max_pending_saves),
-            writer=BackgroundWriter(),
             saves=options.save and writes_part(identity, ranks, rank),
             holds_saves=options.hold_saves or ranks.num_ranks > 1,
+            tells_stored=_wants_events(config),
         )
 
     def _open_store(self) -> Store:
@@ -264,6 +266,27 @@ class LMCacheStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self.scheduler.finished(request.request_id)
         return False, None
 
+    def take_events(self, **kwargs: Any) -> Iterable[Any]:
+        """A `BlockStored` of medium `STORAGE` for every chunk that came into the store, keyed by the store's keys."""
+        stored = self.scheduler.take_stored() if self.scheduler is not None else []
+        if not stored:
+            return ()
+        from vllm.distributed.kv_events import BlockStored
+
+        size = self._identity.chunk_tokens
+        return [
+            BlockStored(
+                block_hashes=[chunk.key],
+                parent_block_hash=chunk.parent,
+                token_ids=list(chunk.tokens),
+                block_size=size,
+                lora_id=None,
+                medium="STORAGE",
+                lora_name=None,
+            )
+            for chunk in stored
+        ]
+
     def has_pending_push_work(self, **kwargs: Any) -> bool:
         """Keep stepping until every rank knows which of its saves may be written."""
         return self.scheduler is not None and self.scheduler.awaits_confirmation
@@ -358,6 +381,11 @@ def _is_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+def _wants_events(vllm_config: Any) -> bool:
+    events = getattr(vllm_config, "kv_events_config", None)
+    return bool(events is not None and events.enable_kv_cache_events)
 
 
 def _digest_cache() -> str:

@@ -68,16 +68,27 @@ class DroppedSave:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A chunk that every rank has written, for those who follow what is where. `parent` is None for a first chunk."""
+
+    key: bytes
+    parent: bytes | None
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """What one rank, or several together (`merged`), have to say after a step.
 
     `done` counts for each step the ranks that are through with it, `failed` names steps in which a load that a forward
     needed has failed on some rank. Loads that failed are in `dropped`, too: their chunks are to be saved again.
+    `stored` counts for each key the ranks that have written their part of that chunk, where anybody wants to know.
     """
 
     done: Mapping[int, int] = field(default_factory=dict)
     failed: frozenset[int] = frozenset()
     dropped: Mapping[str, DroppedSave] = field(default_factory=dict)
+    stored: dict[bytes, int] = field(default_factory=dict)
 
     def merged(self, other: StepReport) -> StepReport:
         """Both reports as one; in any order."""
@@ -85,4 +96,5 @@ class StepReport:
         dropped = dict(self.dropped)
         for request_id, drop in other.dropped.items():
             dropped[request_id] = drop.merged(dropped.get(request_id, drop))
-        return StepReport(done, self.failed | other.failed, dropped)
+        stored = {key: self.stored.get(key, 0) + other.stored.get(key, 0) for key in self.stored | other.stored}
+        return StepReport(done, self.failed | other.failed, dropped, stored)

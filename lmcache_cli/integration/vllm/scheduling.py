@@ -22,19 +22,21 @@ from lmcache_cli.store import ChunkRef, Match, Namespace
 from lmcache_format.keys import ChunkKey
 
 from .caching import Caching, ChunkChain, Request, Uncached, Words, words_of
-from .plan import LoadOp, SaveOp, StepPlan, StepReport
+from .plan import LoadOp, SaveOp, StepPlan, StepReport, StoredChunk
 
 _LOG = logging.getLogger("lmcache.vllm")
 _GENERATION_DOMAIN = b"lmcache-generation-1"
 _NO_LIMIT = 1 << 62
 _AVOIDED_REMEMBERED = 4096
+_PLANNED_REMEMBERED = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulingOptions:
     """`num_ranks` writers hold a part each of every chunk; with more than one, or with `hold_saves`, what is saved in a
     step waits in memory until the step is known to have loaded well everywhere. A lookup is made again after
-    `recheck_s` while the request still waits; a chunk that could not be loaded is not promised for `avoid_s`."""
+    `recheck_s` while the request still waits; a chunk that could not be loaded is not promised for `avoid_s`.
+    `events`: keep what `take_stored` tells; a chunk is stored when `num_writers` ranks have written their part."""
 
     block_size: int
     chunk_tokens: int
@@ -47,6 +49,8 @@ class SchedulingOptions:
     partial_chunks: bool = False
     recheck_s: float = 1.0
     avoid_s: float = 30.0
+    num_writers: int = 1
+    events: bool = False
     lookup_timeout_s: float = 1.0
 
 
@@ -116,6 +120,9 @@ class StoreScheduler:
         self._in_flight: dict[int, dict[str, int]] = {}
         self._confirmed: list[int] = []
         self._refused: list[int] = []
+        self._planned: dict[bytes, StoredChunk] = {}
+        self._written: Counter[bytes] = Counter()
+        self._stored: list[StoredChunk] = []
         self._avoided: dict[ChunkKey, float] = {}
         self._holds = options.hold_saves or options.num_ranks > 1
 
@@ -194,6 +201,13 @@ class StoreScheduler:
                 self._rewind(state, drop.depth)
                 if drop.is_load:
                     self._avoid(state, drop.depth)
+        for key, ranks in report.stored.items():
+            self._written[key] += ranks
+            if self._written[key] >= self.options.num_writers:
+                del self._written[key]
+                planned = self._planned.pop(key, None)
+                if planned is not None:
+                    self._stored.append(planned)
         if report.failed:
             self._fail(min(report.failed))
         for step, ranks in report.done.items():
@@ -211,6 +225,11 @@ class StoreScheduler:
             state.lookup = None
             state.may_save = False
             state.salt = self._salt_of(state.caching)
+
+    def take_stored(self) -> list[StoredChunk]:
+        """Chunks that came into the store since the last call."""
+        stored, self._stored = self._stored, []
+        return stored
 
     @property
     def awaits_confirmation(self) -> bool:
@@ -314,6 +333,8 @@ class StoreScheduler:
         span = BlockSpan.of(state.table, self.options.block_size, first * size, limit)
         for chunk in chunks if self._avoided else ():
             self._avoided.pop(chunk.key, None)
+        for chunk in chunks if self.options.events else ():
+            self._announce(chunk, state.words)
         is_suspect, state.is_suspect = state.is_suspect, False
         return SaveOp(row.request_id, state.epoch, state.caching.adapter, chunks, span, is_suspect)
 
@@ -341,6 +362,13 @@ class StoreScheduler:
             self._avoided[chunk.key] = self._clock() + self.options.avoid_s
             while len(self._avoided) > _AVOIDED_REMEMBERED:
                 del self._avoided[next(iter(self._avoided))]
+
+    def _announce(self, chunk: ChunkRef, words: Words) -> None:
+        start = chunk.depth * self.options.chunk_tokens
+        tokens = tuple(int(word) for word in words[start : start + chunk.num_tokens])
+        self._planned[chunk.key] = StoredChunk(chunk.key, chunk.parent if chunk.depth else None, tokens)
+        while len(self._planned) > _PLANNED_REMEMBERED:
+            del self._planned[next(iter(self._planned))]
 
     def _without_avoided(self, match: Match) -> Match:
         if not self._avoided:

@@ -17,7 +17,7 @@ from lmcache_cli.runtime.loading import Loader, LoadOutcome, LoadRequest
 from lmcache_cli.runtime.memory import MemoryPool
 from lmcache_cli.runtime.pages import NULL_BLOCK, Pages
 from lmcache_cli.runtime.saving import BackgroundWriter, SaveJob
-from lmcache_cli.store import Namespace
+from lmcache_cli.store import ChunkRef, Namespace
 from lmcache_format.keys import KeyList
 
 from .plan import DroppedSave, LoadOp, SaveOp, StepPlan, StepReport
@@ -29,7 +29,7 @@ class StoreWorker:
     """See the module. `loader` is used by the engine's thread alone, `async_loader` by a thread of this worker.
 
     `saves` is False for a rank whose part another one writes. `holds_saves`: gathered chunks wait for their step to be
-    confirmed by a later plan.
+    confirmed by a later plan. `tells_stored`: report which chunks were written.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class StoreWorker:
         loader: Loader,
         async_loader: Loader,
         save_pool: MemoryPool,
-        writer: BackgroundWriter,
         saves: bool = True,
         holds_saves: bool = False,
+        tells_stored: bool = False,
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self.writer = writer
+        self.writer = BackgroundWriter(on_saved=self._note_stored if tells_stored else None)
         self._namespace_of = namespace_of
         self._pages = pages
         self._loader = loader
@@ -64,6 +64,7 @@ class StoreWorker:
         self._done_steps: set[int] = set()
         self._tainted = -1
         self._started = 0
+        self._stored: Counter[bytes] = Counter()
         self._held: dict[int, list[SaveJob]] = {}
 
     # ---- the engine's step ------------------------------------------------------------------------------------
@@ -119,10 +120,11 @@ class StoreWorker:
         """What the scheduler's half must hear; None where there is nothing."""
         with self._lock:
             dropped, self._dropped = self._dropped, {}
-        if not (dropped or self._failed_steps or self._done_steps):
+            stored, self._stored = self._stored, Counter()
+        if not (dropped or stored or self._failed_steps or self._done_steps):
             return None
         done = dict.fromkeys(self._done_steps | self._failed_steps, 1)
-        report = StepReport(done, frozenset(self._failed_steps), dropped)
+        report = StepReport(done, frozenset(self._failed_steps), dropped, dict(stored))
         self._done_steps, self._failed_steps = set(), set()
         return report
 
@@ -250,6 +252,10 @@ class StoreWorker:
             del self._blocked[next(iter(self._blocked))]
         with self._lock:
             self._note_dropped(op.request_id, DroppedSave(op.epoch, depth, op.is_suspect))
+
+    def _note_stored(self, chunk: ChunkRef) -> None:
+        with self._lock:
+            self._stored[chunk.key] = 1
 
     def _note_dropped(self, request_id: str, drop: DroppedSave) -> None:
         self._dropped[request_id] = drop.merged(self._dropped.get(request_id, drop))

@@ -26,7 +26,6 @@ from lmcache_cli.runtime.loading import Loader
 from lmcache_cli.runtime.memory import MemoryPool
 from lmcache_cli.runtime.namespaces import Namespaces
 from lmcache_cli.runtime.pages import Pages
-from lmcache_cli.runtime.saving import BackgroundWriter
 from lmcache_cli.store import ChunkBuffer, Store, WriterOptions
 from lmcache_format.geometry import Part, part_tensors, rank_part, whole_part
 from lmcache_format.identity import Identity
@@ -241,6 +240,7 @@ class FakeEngine:
                 block_size=block_size,
                 chunk_tokens=identity.chunk_tokens,
                 num_ranks=tp * pp,
+                num_writers=tp * pp,
                 load_async=load_async,
                 **{"recheck_s": 1e9, **options},
             ),
@@ -280,8 +280,8 @@ class FakeEngine:
             loader=Loader(pages, pools[0], timeout_s=timeout_s),
             async_loader=Loader(pages, pools[1], timeout_s=timeout_s),
             save_pool=pools[2],
-            writer=BackgroundWriter(),
             holds_saves=tp * pp > 1 or bool(options.get("hold_saves")),
+            tells_stored=bool(options.get("events")),
         )
         return Rank(worker, pages, namespaces, pools)
 

@@ -10,7 +10,7 @@ import pytest
 
 from lmcache_cli.store import Store
 from lmcache_format.identity import Identity
-from tests.store.pattern import document, hit
+from tests.store.pattern import document, hit, refs
 
 from .fakes import FakeEngine
 
@@ -179,3 +179,16 @@ def test_a_load_nobody_promised_is_reported_as_failed(engine_of: Build, load_asy
         time.sleep(0.001)
     assert len(engine.bad_blocks_seen[0]) == 4
     engine.abort("a")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_chunks_are_announced_once_every_rank_has_written_them(engine_of: Build, identity: Identity, tp: int):
+    engine = engine_of(tp=tp, events=True, settles=True)
+    engine.run("a", PROMPT, max_tokens=3)
+    engine.step()
+    stored = engine.scheduler.take_stored()
+    chunks = refs(identity, PROMPT, tail=False)
+    assert [chunk.key for chunk in stored] == [chunk.key for chunk in chunks]
+    assert [chunk.parent for chunk in stored] == [None, *(chunk.key for chunk in chunks[:-1])]
+    assert [token for chunk in stored for token in chunk.tokens] == PROMPT[:48]
+    assert engine.scheduler.take_stored() == []

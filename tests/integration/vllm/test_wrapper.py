@@ -60,7 +60,7 @@ def test_an_llm_with_another_connector_is_refused():
 
 
 SCRIPT = """
-import json, sys
+import json, sys, time
 from vllm import LLM, SamplingParams
 from lmcache_cli.integration.vllm.wrapper import LMCacheWrapper
 
@@ -73,6 +73,7 @@ if __name__ == "__main__":
     sampling = SamplingParams(temperature=0.0, max_tokens=8)
     first = cached.generate([text], sampling, use_tqdm=False)
     before = cached.saved_prefill_tokens
+    time.sleep(3.0)  # a chunk is found once it is written
     second = cached.generate([text], sampling, use_tqdm=False)
     result = {"first": list(first[0].outputs[0].token_ids), "second": list(second[0].outputs[0].token_ids),
               "before": before, "after": cached.saved_prefill_tokens, "prompt": len(first[0].prompt_token_ids)}
