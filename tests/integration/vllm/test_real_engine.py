@@ -145,10 +145,10 @@ def test_a_store_warmed_with_transformers_serves_vllm(
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_damage_preemption_and_prompts_in_pieces_poison_nothing(
+def test_damage_and_prompts_in_pieces_poison_nothing(
     serve: Serve, stored: dict[str, Any], root: Path, model_dir: Path, tmp_path: Path, mode: str
 ):
-    """Four requests at once, in pieces of 512 tokens, in too few blocks for all of them, on a store of which one chunk
+    """Four requests at once, in pieces of 512 tokens, with too few blocks for all, on a store of which one chunk
     is damaged and one is gone: all are answered, and what is stored then is what the model computes."""
     own = tmp_path / "copy"
     shutil.copytree(root, own)
