@@ -21,7 +21,7 @@ from lmcache_cli.store import Namespace, PutStatus, Store, WriterOptions
 from lmcache_cli.store.index import Index
 from lmcache_cli.store.prune import PrunePlan, PruneRules, mark, plan_prune
 from lmcache_cli.store.repair import RepairOptions, apply_repair, plan_repair
-from lmcache_cli.store.sweep import SWEPT_REASONS, sweep
+from lmcache_cli.store.sweep import SWEPT_REASONS, marked, sweep
 from lmcache_format.geometry import whole_part
 from lmcache_format.names import ShardName
 from lmcache_format.shard import header_bytes, parse_header
@@ -56,6 +56,10 @@ class JudgedBackend(MemoryBackend):
     def put(self, name: str, parts: Any, *, durability: Durability, if_absent: bool = True) -> Any:
         self._hook("put", name)
         return super().put(name, parts, durability=durability, if_absent=if_absent)
+
+    def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[Any]:
+        self._hook("list", prefix)
+        return super().list(prefix, recursive=recursive)
 
     def delete(self, name: str, *, version: str | None) -> bool:
         self._hook("delete", name)
@@ -101,6 +105,8 @@ class World:
         status = put_chunk(self.writers[writer], CHUNKS[chunk], TOKENS)
         if status in (PutStatus.STORED, PutStatus.REPLACED):
             self.acknowledged[chunk] = f"{self.num_nonces:016x}"
+        if status is PutStatus.ADOPTED:
+            assert self.on_disk()[chunk] not in self.removed(), "a writer was told that it is stored, and it was marked"
 
     def flush(self, writer: int) -> None:
         self.writers[writer].flush()
@@ -165,7 +171,7 @@ class World:
         """In every state: foreign files untouched, and acknowledged writes that nobody marked are there."""
         for name, item in self.foreign.items():
             assert self.backend._objects.get(name) == item, f"{name} was touched"
-        removes = {f"{int(nonce):016x}" for nonce in self.index().removes["nonce"]}
+        removes = self.removed()
         on_disk = self.on_disk()
         for chunk, nonce in self.acknowledged.items():
             assert nonce in removes or on_disk.get(chunk) == nonce, f"write {nonce} of chunk {chunk} was lost"
@@ -182,6 +188,7 @@ class World:
         state = self.index()
         listed = {f"{int(nonce):016x}" for nonce in state.adds["nonce"]}
         assert listed == set(self.on_disk().values())
+        assert not marked(state).any(), "marks of what is gone wait for ever"
         sizes = [len(item.content) for name, item in self.shards()]
         assert int(state.adds["size_bytes"].sum()) == sum(sizes)
         reader = self.open()
@@ -195,6 +202,9 @@ class World:
 
     def index(self) -> Any:
         return Index(self.backend, IDENTITY.fingerprint).state
+
+    def removed(self) -> set[str]:
+        return {f"{int(nonce):016x}" for nonce in self.index().removes["nonce"]}
 
     def listed(self) -> set[int]:
         state = self.index()

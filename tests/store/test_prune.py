@@ -339,21 +339,17 @@ def test_an_earlier_write_of_the_name_does_not_come_forward(filled: Store, root:
 
 
 def test_another_write_under_a_victims_name_is_not_deleted_with_it(filled: Store, root: Path, identity: Identity):
-    """The index lists one write, the object is another one: somebody replaced it, and has not flushed so far."""
+    """The index lists one write, the object is another one: a writer replaced it, and has not flushed so far."""
     with filled.namespace(identity, create=True) as writer:
-        for entry in [writer.state().entry(row) for row in range(6)]:
-            writer._view.drop(entry)  # as after a fault of reading
-            writer._pending.removes.clear()
-        statuses = put_document(writer, FIRST)
-        assert set(statuses) <= {PutStatus.ADOPTED, PutStatus.REPLACED}
-        done = mark(filled, plan_prune(filled, ALL))
-        assert done.num_marked == 6
-        sweep(filled, grace_ms=AT_ONCE_MS)
-        left = shards(root)
-    if PutStatus.REPLACED in statuses:
-        assert left == keys(identity, FIRST)
-        with filled.namespace(identity) as namespace:
-            assert hit(namespace, FIRST) == len(FIRST)
+        for row in range(6):
+            writer.remove(Index(filled.backend, identity.fingerprint).state.entry(row), RemoveReason.DAMAGED)
+        assert put_document(writer, FIRST) == [PutStatus.REPLACED] * 4
+        assert mark(filled, plan_prune(filled, ALL)).num_marked == 6
+        swept = sweep(filled, grace_ms=AT_ONCE_MS)
+        assert (swept.num_swept, swept.num_changed) == (2, 4)
+    with filled.namespace(identity) as namespace:
+        assert hit(namespace, FIRST) == len(FIRST)
+    assert_usage_is_what_is_on_disk(filled, root)
 
 
 def test_a_shard_deleted_by_hand_is_swept_as_gone(filled: Store, root: Path):

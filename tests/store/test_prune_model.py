@@ -43,10 +43,21 @@ def within(name: str, operation: str, where: str, other: Action) -> Action:
     return lambda world: world.during(SIMPLE[name], operation, where, other)
 
 
+def marked_and_written_again(world: World) -> None:
+    """All that another pruner and a writer can do between two looks."""
+    world.now_ms -= STEP_MS  # in the same millisecond as far as clocks tell
+    world.plan(1)
+    world.mark(1)
+    for chunk in (0, 1):
+        world.put(0, chunk, is_fresh=True)
+
+
 RACES: dict[str, Action] = {
     "mark all, dies before it is published": within("mark all", "put", ".lmi", crash_now),
     "mark all, a put between choice and mark": within("mark all", "put", ".lmi", SIMPLE["fresh writer puts second"]),
     "mark all, the other marks in between": within("mark all", "put", ".lmi", SIMPLE["mark limit"]),
+    "mark all, marked and written again before it looks": within("mark all", "list", "/c", marked_and_written_again),
+    "sweep, a put before it looks": within("sweep", "list", "/c", SIMPLE["fresh writer puts first"]),
     "sweep, dies between deletion and record": within("sweep", "put", ".lmi", crash_now),
     "sweep, dies before the deletion": within("sweep", "delete", ".safetensors", crash_now),
     "sweep, a put between look and deletion": within("sweep", "delete", ".", SIMPLE["fresh writer puts first"]),
