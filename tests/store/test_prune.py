@@ -21,6 +21,7 @@ from lmcache_cli.store.verify import verify
 from lmcache_format.geometry import Part
 from lmcache_format.identity import Identity
 from lmcache_format.keys import root_key, token_words
+from lmcache_format.segment import RemoveReason
 from lmcache_format.superblock import Superblock
 from tests.store.altered_shards import in_format
 from tests.store.pattern import document, hit, put_chunk, put_document, refs, renamed, tiny_identity
