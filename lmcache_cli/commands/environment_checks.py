@@ -41,9 +41,9 @@ def environment_checks() -> Iterator[Check]:
         found = _version(name)
         yield Check(area, name, Status.OK if found else Status.NOTE, found or "not installed as a package")
     for name, extra in OPTIONAL.items():
-        found = next(filter(None, map(_version, (name, *OTHER_BUILDS.get(name, ())))), None)
-        advice = "" if found else f"if you need it: pip install '{DISTRIBUTION}[{extra}]'"
-        yield Check(area, name, Status.OK if found else Status.NOTE, found or "not installed", advice)
+        installed = next(filter(None, map(_version, (name, *OTHER_BUILDS.get(name, ())))), None)
+        advice = "" if installed else f"if you need it: pip install '{DISTRIBUTION}[{extra}]'"
+        yield Check(area, name, Status.OK if installed else Status.NOTE, installed or "not installed", advice)
     owners = script_owners()
     for script in SCRIPTS:
         yield from _script_checks(script, owners.get(script, []))
