@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 
 import numpy as np
+
+NEWER_DTYPE = re.compile(r"[A-Z][A-Z0-9_]{0,31}")
+"""A name of this form that this release does not know belongs to a later one, and is no damage (SPEC §3)."""
 
 
 class Dtype(StrEnum):

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any, NewType
 
 from .canonical_json import dump_canonical, load_strict
-from .dtypes import Dtype
+from .dtypes import NEWER_DTYPE, Dtype
 from .errors import IdentityError, UnsupportedVersion
 
 Fingerprint = NewType("Fingerprint", str)
@@ -25,7 +25,6 @@ MAX_CHUNK_TOKENS = 65_536
 MAX_IDENTITY_BYTES = 1 << 20
 _MAX_AXIS = 1 << 20
 _CONTENT = re.compile(r"sha256:[0-9a-f]{64}|revision:[^\x00@]{1,512}@[^\x00@]{1,512}|unverified:[^\x00]{0,512}")
-_NEWER_DTYPE = re.compile(r"[A-Z][A-Z0-9_]{0,31}")
 _NEWER_KIND = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
@@ -174,7 +173,7 @@ def _refuse_newer(value: dict[str, Any]) -> None:
     kinds = [group.get("kind") for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
     for found in kinds:
         _refuse_newer_name("kind of attention", found, tuple(AttentionKind), _NEWER_KIND)
-    _refuse_newer_name("dtype", value.get("dtype"), tuple(Dtype), _NEWER_DTYPE)
+    _refuse_newer_name("dtype", value.get("dtype"), tuple(Dtype), NEWER_DTYPE)
 
 
 def _refuse_newer_name(what: str, found: object, known: tuple[str, ...], form: re.Pattern[str]) -> None:
@@ -185,6 +184,8 @@ def _refuse_newer_name(what: str, found: object, known: tuple[str, ...], form: r
 
 def _checked_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     """A copy that shares nothing with the caller. Numbers must be text: 1e5, 100000 and 100000.0 are one value."""
+    if not isinstance(rope, Mapping):
+        raise IdentityError("rope is not an object", expected="rotary parameters by name", found=repr(rope)[:80])
     copy: dict[str, Any] = load_strict(dump_canonical(dict(rope), error=IdentityError), error=IdentityError)
     _refuse_numbers(copy)
     return copy
