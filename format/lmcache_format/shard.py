@@ -18,7 +18,7 @@ from typing import Any
 
 from .canonical_json import MAX_INTEGER, STRICT_DECODER, dump_canonical, load_strict
 from .checksums import DIGEST_BYTES, Buffer, xxh3_hex
-from .dtypes import Dtype
+from .dtypes import NEWER_DTYPE, Dtype
 from .errors import ChecksumMismatch, FormatError, GeometryError, ShardError, UnsupportedVersion
 from .geometry import Part, TensorSpec, tensors_of
 from .identity import MAX_CHUNK_TOKENS, Fingerprint
@@ -42,7 +42,6 @@ _HEX32 = re.compile(r"[0-9a-f]{32}")
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _HEX16 = re.compile(r"[0-9a-f]{16}")
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,18}")
-_NEWER_DTYPE = re.compile(r"[A-Z][A-Z0-9_]{0,15}")
 _LEAST_ENTRY_BYTES = 40
 
 
@@ -181,8 +180,8 @@ def build_header(
     is_raw = meta.encoding.name == RAW
     if is_raw != (stored_bytes is None):
         raise ShardError("exactly encoded shards have stored sizes", found=meta.encoding.name)
-    _check_digest_counts(specs, is_raw, meta.encoding.is_lossless, checksums, decoded_checksums, ShardError)
-    _check_tensor_digests(specs, is_raw, tensor_checksums)
+    _check_digest_counts(specs, is_raw, meta.encoding.is_lossless, checksums, decoded_checksums or None)
+    _check_tensor_digests(specs, is_raw, tensor_checksums or None)
     table = _raw_layout(meta).table if stored_bytes is None else _encoded_table(specs, stored_bytes)
     metadata = _metadata_text(meta, checksums, decoded_checksums, tensor_checksums)
     text = _START + _BLANK + b'"' + metadata + b"}" + table.encode() + b"}"
@@ -244,15 +243,15 @@ def parse_header(header: Buffer, file_bytes: int | None = None) -> ShardHeader:
         raise ShardError("shard has no possible shape", found=problem) from None
     is_raw = meta.encoding.name == RAW
     checksums = _digests(metadata, "lmcache.checksums")
-    decoded = _digests(metadata, "lmcache.decoded_checksums") if "lmcache.decoded_checksums" in metadata else b""
-    _check_digest_counts(specs, is_raw, meta.encoding.is_lossless, checksums, decoded, ShardError)
-    of_tensors = _digests(metadata, "lmcache.tensor_checksums") if "lmcache.tensor_checksums" in metadata else b""
+    decoded = _digests_if_there(metadata, "lmcache.decoded_checksums")
+    _check_digest_counts(specs, is_raw, meta.encoding.is_lossless, checksums, decoded)
+    of_tensors = _digests_if_there(metadata, "lmcache.tensor_checksums")
     _check_tensor_digests(specs, is_raw, of_tensors)
     tensors = _parse_raw_table(meta, text[table_at:]) if is_raw else _parse_encoded_table(specs, text[table_at:])
     expected = size + tensors[-1].end
     if file_bytes is not None and file_bytes != expected:
         raise ShardError("file has another length than its header says", expected=expected, found=file_bytes)
-    return ShardHeader(meta, tensors, checksums, decoded, size, expected, claimed, of_tensors)
+    return ShardHeader(meta, tensors, checksums, decoded or b"", size, expected, claimed, of_tensors or b"")
 
 
 def _verify_header_checksum(header: Buffer) -> str:
@@ -363,7 +362,7 @@ def _parse_meta(metadata: dict[str, str]) -> ShardMeta:
         raise ShardError("part has the wrong form", found=problem) from None
     except ValueError:
         found = metadata.get("lmcache.dtype", "")
-        error = UnsupportedVersion if _NEWER_DTYPE.fullmatch(found) else ShardError
+        error = UnsupportedVersion if NEWER_DTYPE.fullmatch(found) else ShardError
         raise error("dtype is unknown", expected=[d.value for d in Dtype], found=repr(found)[:80]) from None
     return ShardMeta(
         fingerprint=Fingerprint(text("fingerprint", _HEX32)),
@@ -402,6 +401,11 @@ def _digests(metadata: dict[str, str], name: str) -> bytes:
     return _base64(text, name)
 
 
+def _digests_if_there(metadata: dict[str, str], name: str) -> bytes | None:
+    """None where the member is missing; one that holds no digests is another thing (SPEC §8.3)."""
+    return _digests(metadata, name) if name in metadata else None
+
+
 def _base64(text: str, name: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
@@ -410,26 +414,26 @@ def _base64(text: str, name: str) -> bytes:
 
 
 def _check_digest_counts(
-    specs: Sequence[TensorSpec],
-    is_raw: bool,
-    is_lossless: bool,
-    checksums: bytes,
-    decoded: bytes,
-    error: type[FormatError],
+    specs: Sequence[TensorSpec], is_raw: bool, is_lossless: bool, checksums: bytes, decoded: bytes | None
 ) -> None:
     slabs = len(specs) * specs[0].num_slabs  # every tensor of a part has as many heads
     stored = slabs if is_raw else len(specs)
     if len(checksums) != stored * DIGEST_BYTES:
-        raise error("checksums are not one for each stored piece", expected=stored, found=len(checksums) / DIGEST_BYTES)
-    decoded_count = slabs if is_lossless and not is_raw else 0
-    if len(decoded) != decoded_count * DIGEST_BYTES:
-        raise error(
-            "decoded checksums are not one for each slab", expected=decoded_count, found=len(decoded) / DIGEST_BYTES
+        raise ShardError(
+            "checksums are not one for each stored piece", expected=stored, found=len(checksums) / DIGEST_BYTES
+        )
+    decoded_count = slabs if is_lossless and not is_raw else None
+    found = None if decoded is None else len(decoded) / DIGEST_BYTES
+    if found != decoded_count:
+        raise ShardError(
+            "decoded checksums are one for each slab where lossless and not raw, and nowhere else",
+            expected="none" if decoded_count is None else decoded_count,
+            found="none" if found is None else found,
         )
 
 
-def _check_tensor_digests(specs: Sequence[TensorSpec], is_raw: bool, checksums: bytes) -> None:
-    if checksums and (not is_raw or len(checksums) != len(specs) * DIGEST_BYTES):
+def _check_tensor_digests(specs: Sequence[TensorSpec], is_raw: bool, checksums: bytes | None) -> None:
+    if checksums is not None and (not is_raw or len(checksums) != len(specs) * DIGEST_BYTES):
         expected = f"{len(specs)}, in raw shards only"
         raise ShardError(
             "tensor checksums are not one a tensor", expected=expected, found=len(checksums) / DIGEST_BYTES

@@ -29,6 +29,7 @@ from lmcache_format.encodings.frame import (
 from lmcache_format.encodings.huffman import compress_many, decompress_many
 from lmcache_format.encodings.protocol import Encoding
 from lmcache_format.encodings.scratch import scratch
+from lmcache_format.errors import EncodingError
 from lmcache_format.geometry import TensorSpec
 
 SINK_TOKENS = 4
@@ -120,8 +121,9 @@ class Lossy(Encoding):
         heads, tokens, dim = _shape_of(spec)
         allowed = STORED | LOSSLESS
         frame = parse_frame(stored, self.magic, spec, allowed_flags=allowed, max_sink_tokens=min(255, tokens - 1))
-        if frame.flags or spec.dtype not in FLOAT_DTYPES:
-            check_streams(frame, (None if frame.flags else 0,), spec)
+        if frame.flags != STORED and spec.dtype not in FLOAT_DTYPES:
+            raise EncodingError("dtype is stored as it is or not at all", where=spec.name, found=spec.dtype.value)
+        if frame.flags:
             return frame
         body_tokens = tokens - frame.sink_tokens
         table_bytes, escape_bytes = self._stream_sizes(spec, body_tokens)
