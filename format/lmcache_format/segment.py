@@ -194,9 +194,9 @@ def decode_segment(data: Buffer, fingerprint: Fingerprint | None = None) -> Segm
         adds=_records(sections, b"ADDS", ADD_DTYPE),
         removes=_records(sections, b"RMVS", REMOVE_DTYPE),
         touches=_records(sections, b"TOUC", TOUCH_DTYPE),
-        supersedes=_load_supersedes(sections.get(b"SUPR")),
-        labels=_load_labels(sections.get(b"LABL")),
-        pins=_load_pins(sections.get(b"PINS")),
+        supersedes=_load_supersedes(_rows(sections, b"SUPR")),
+        labels=_load_labels(_rows(sections, b"LABL")),
+        pins=_load_pins(sections),
     )
     _check_records(segment)
     return segment
@@ -270,34 +270,41 @@ def _records(sections: dict[bytes, tuple[memoryview, int]], name: bytes, dtype: 
     return np.frombuffer(content, dtype)
 
 
-def _json_section(section: tuple[memoryview, int] | None, default: object) -> Any:
-    return default if section is None else load_strict(section[0], error=SegmentError)
+def _rows(sections: dict[bytes, tuple[memoryview, int]], name: bytes) -> list[Any]:
+    """A section that is a JSON array of as many values as it has records; a missing one is empty."""
+    if name not in sections:
+        return []
+    content, count = sections[name]
+    rows = load_strict(content, error=SegmentError)
+    if not isinstance(rows, list):
+        raise SegmentError("section is not a JSON array", where=str(name), found=type(rows).__name__)
+    if len(rows) != count:
+        raise SegmentError("section holds another number of records", where=str(name), expected=count, found=len(rows))
+    return rows
 
 
 def _load_names(section: tuple[memoryview, int] | None) -> dict[str, Any]:
-    names = _json_section(section, None)
+    if section is None:
+        raise SegmentError("NAME section is missing")
+    content, count = section
+    if count != 1:
+        raise SegmentError("NAME section is one record", expected=1, found=count)
+    names = load_strict(content, error=SegmentError)
     if not isinstance(names, dict) or not isinstance(names.get("writer"), str):
-        raise SegmentError("NAME section is missing or of the wrong form")
+        raise SegmentError("NAME section is of the wrong form")
     for field_name in ("encodings", "parts", "versions"):
         values = names.get(field_name)
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
             raise SegmentError("NAME section has a field of the wrong form", where=field_name)
-    if section is None or dump_canonical(names, error=SegmentError) != section[0]:
+    if dump_canonical(names, error=SegmentError) != content:
         raise SegmentError("NAME section is not in canonical form")
     return names
 
 
-def _load_supersedes(section: tuple[memoryview, int] | None) -> tuple[str, ...]:
-    names = _json_section(section, [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+def _load_supersedes(names: list[Any]) -> tuple[str, ...]:
+    if not all(isinstance(name, str) for name in names):
         raise SegmentError("SUPR section is not a list of names")
-    _check_count(section, len(names), "SUPR")
     return tuple(names)
-
-
-def _check_count(section: tuple[memoryview, int] | None, found: int, where: str) -> None:
-    if section is not None and section[1] != found:
-        raise SegmentError("section holds another number of records", where=where, expected=section[1], found=found)
 
 
 def _dump_labels(labels: Sequence[Label]) -> bytes:
@@ -306,8 +313,7 @@ def _dump_labels(labels: Sequence[Label]) -> bytes:
     return json.dumps(rows, separators=(",", ":"), ensure_ascii=True).encode("ascii")
 
 
-def _load_labels(section: tuple[memoryview, int] | None) -> tuple[Label, ...]:
-    rows = _json_section(section, [])
+def _load_labels(rows: list[Any]) -> tuple[Label, ...]:
     labels = []
     try:
         for key, name, num_tokens, created_ms, depth in rows:
@@ -319,7 +325,6 @@ def _load_labels(section: tuple[memoryview, int] | None) -> tuple[Label, ...]:
         if isinstance(problem, SegmentError):
             raise
         raise SegmentError("LABL section is of the wrong form", found=problem) from None
-    _check_count(section, len(labels), "LABL")
     return tuple(labels)
 
 
@@ -327,9 +332,9 @@ def _dump_pins(pins: Sequence[Pin]) -> bytes:
     return dump_canonical([[pin.key.hex(), pin.expires_ms, pin.created_ms] for pin in pins], error=SegmentError)
 
 
-def _load_pins(section: tuple[memoryview, int] | None) -> tuple[Pin, ...]:
-    rows = _json_section(section, [])
+def _load_pins(sections: dict[bytes, tuple[memoryview, int]]) -> tuple[Pin, ...]:
     pins = []
+    rows = _rows(sections, b"PINS")
     try:
         for key, expires_ms, created_ms in rows:
             is_sound = _is_count(created_ms) and (expires_ms is None or _is_count(expires_ms))
@@ -340,7 +345,8 @@ def _load_pins(section: tuple[memoryview, int] | None) -> tuple[Pin, ...]:
         if isinstance(problem, SegmentError):
             raise
         raise SegmentError("PINS section is of the wrong form", found=problem) from None
-    _check_count(section, len(pins), "PINS")
+    if b"PINS" in sections and _dump_pins(pins) != sections[b"PINS"][0]:
+        raise SegmentError("PINS section is not in canonical form")
     return tuple(pins)
 
 

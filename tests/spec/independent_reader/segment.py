@@ -202,7 +202,7 @@ def _supersedes(row: object) -> str:
 
 def _rows(sections: dict[bytes, tuple[bytes, int]], kind: bytes) -> list[Any]:
     content, records = sections.get(kind, (b"[]", 0))
-    rows = strict_json.parse(content)
+    rows = strict_json.parse_canonical(content) if kind == b"PINS" else strict_json.parse(content)
     _must(isinstance(rows, list) and len(rows) == records, "records of a list")
     return list(rows)
 
