@@ -215,10 +215,25 @@ def _sorted_and_unique(keys: U64, adds: Records) -> tuple[U64, Records, npt.NDAr
         return keys, adds, None
     again = same_name & (adds["nonce"][1:] == adds["nonce"][:-1])
     if again.any():
-        kept = np.concatenate([~again, [True]])
-        keys, adds = keys[kept], adds[kept]
+        keys, adds = _one_record_a_write(keys, adds, again)
         same_name = _same_name(keys, adds)
     return keys, adds, np.concatenate([same_name, [False]]) if same_name.any() else None
+
+
+def _one_record_a_write(keys: U64, adds: Records, again: npt.NDArray[np.bool_]) -> tuple[U64, Records]:
+    """Records of one write say the same, but that some may lack the CRC32C: one that has it counts (SPEC §11).
+
+    `again` says of every row but the last that the next one is of the same write. Of two CRC32Cs, which no writer
+    makes, the higher counts: whichever record was read first, the result is the same.
+    """
+    starts = np.flatnonzero(np.concatenate([[True], ~again]))
+    has_crc32c = (adds["flags"] & AddFlags.HAS_CRC32C) != 0
+    crc32c = np.maximum.reduceat(np.where(has_crc32c, adds["crc32c"], np.uint32(0)), starts)
+    is_known = np.logical_or.reduceat(has_crc32c, starts)
+    keys, adds = keys[starts], adds[starts]
+    adds["crc32c"][is_known] = crc32c[is_known]
+    adds["flags"][is_known] |= np.uint32(AddFlags.HAS_CRC32C)
+    return keys, adds
 
 
 def _same_name(keys: U64, adds: Records) -> npt.NDArray[np.bool_]:
