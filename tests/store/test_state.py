@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from lmcache_cli.store.manifest import combine, segment_of_state
 from lmcache_cli.store.state import Entry, State, empty_state, merge
-from lmcache_format.segment import Segment, decode_segment, encode_segment
+from lmcache_format.segment import AddFlags, Segment, decode_segment, encode_segment
 from tests.store.made_segments import FINGERPRINT, KEYS, WRITES, content, segments
 
 many = st.lists(segments(), max_size=3)
@@ -107,3 +108,16 @@ def test_the_state_of_nothing_is_empty() -> None:
     assert len(state) == 0
     assert not state.rows_of(KEYS[0])
     assert content(merge([compacted(state)])) == content(state)
+
+
+@given(segments(), st.data())
+def test_a_crc32c_that_one_record_of_a_write_has_counts_in_any_order(segment: Segment, data: st.DataObject) -> None:
+    """Others of the same write may lack it, or (which no writer makes) have another one: the order tells nothing."""
+    variants = []
+    for flags, crc32c in ((0, 0), (0, 9), (AddFlags.HAS_CRC32C, 5), (AddFlags.HAS_CRC32C, 7)):
+        adds = segment.adds.copy()
+        adds["flags"], adds["crc32c"] = flags, crc32c
+        variants.append(replace(segment, adds=adds))
+    state = merge(data.draw(st.permutations(variants)))
+    assert all(state.entry(row).crc32c == 7 for row in range(len(state)))
+    assert content(state) == content(merge(variants))
