@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from lmcache_cli.backends import Backend, BackendError, NotFound, Obstructed, ReadHandle, ShortRead
-from lmcache_format.encodings import get_encoding
+from lmcache_format.encodings import encoding_for
 from lmcache_format.errors import ChecksumMismatch, FormatError, UnsupportedVersion
 from lmcache_format.geometry import whole_part
 from lmcache_format.identity import Identity
@@ -83,7 +83,7 @@ def _check_open(handle: ReadHandle, name: ShardName, identity: Identity | None, 
         return Checked(Health.DAMAGED, reason, header.data_start, header, handle.version)
     health, bytes_read = Health.SOUND, header.data_start
     try:
-        get_encoding(header.meta.encoding.name, header.meta.encoding.parameters)
+        encoding_for(header.meta.encoding)
     except UnsupportedVersion as problem:
         health, reason = Health.NEWER, str(problem)
     if with_data:

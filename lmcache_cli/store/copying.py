@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from lmcache_cli.backends import Backend, NotFound, Obstructed, ShortRead
-from lmcache_format.encodings import get_encoding
+from lmcache_format.encodings import encoding_for
 from lmcache_format.errors import FormatError, ShardError, UnsupportedVersion
 from lmcache_format.geometry import check_part, part_bytes
 from lmcache_format.identity import Identity
@@ -139,7 +139,7 @@ def _read_once(backend: Backend, name: ShardName, identity: Identity) -> WholeSh
     header = read_header(inside)
     meta = header.meta
     check_wanted(header, Wanted(identity, name.key, meta.num_tokens, meta.depth, name.part, name.encoding))
-    get_encoding(meta.encoding.name, meta.encoding.parameters)
+    encoding_for(meta.encoding)
     verify_data(inside, header)
     return WholeShard(header, (content,), version)
 

@@ -9,8 +9,8 @@ from enum import StrEnum
 import numpy as np
 
 from lmcache_cli.backends import Backend, BackendError
-from lmcache_format.encodings import get_encoding
-from lmcache_format.errors import BadName, FormatError, UnsupportedVersion
+from lmcache_format.encodings import is_known_label
+from lmcache_format.errors import BadName, FormatError
 from lmcache_format.geometry import Part, whole_part
 from lmcache_format.identity import Fingerprint, Identity
 from lmcache_format.keys import (
@@ -331,14 +331,7 @@ class _Lookup:
                 yield name
 
     def _can_read(self, label: str) -> bool:
-        name, _, quality = label.partition("-")
-        if quality and not self._allow_lossy:
-            return False
-        try:
-            get_encoding(name)
-        except UnsupportedVersion:
-            return False
-        return True
+        return is_known_label(label) and (self._allow_lossy or "-" not in label)
 
 
 def _elsewhere(

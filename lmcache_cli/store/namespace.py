@@ -28,7 +28,7 @@ from lmcache_cli.backends import (
     Obstructed,
     ShortRead,
 )
-from lmcache_format.encodings import get_encoding
+from lmcache_format.encodings import get_encoding, is_known_label
 from lmcache_format.errors import BadName, FormatError, KeyInputError, UnsupportedVersion
 from lmcache_format.geometry import Part, check_part, whole_part
 from lmcache_format.identity import Identity
@@ -778,13 +778,7 @@ class Namespace:
         )
 
     def _can_read(self, label: str) -> bool:
-        name, _, quality = label.partition("-")
-        if quality and not self._allow_lossy:
-            return False
-        try:
-            return get_encoding(name).lossless == (not quality) or bool(quality)
-        except UnsupportedVersion:
-            return False
+        return is_known_label(label) and (self._allow_lossy or "-" not in label)
 
     def _adopt(self, key: ChunkKey) -> bool:
         """Look for shards of a chunk under their names; True where any was found that the index had not heard of."""

@@ -19,7 +19,7 @@ from lmcache_cli.backends import Backend, BackendError, NotFound, Obstructed, Re
 from lmcache_cli.backends.buffers import AlignedBuffer
 from lmcache_format.checksums import DIGEST_BYTES, xxh3
 from lmcache_format.dtypes import Dtype
-from lmcache_format.encodings import get_encoding
+from lmcache_format.encodings import encoding_for
 from lmcache_format.errors import ChecksumMismatch, FormatError, ShardError, UnsupportedVersion
 from lmcache_format.geometry import Part, TensorSpec, tensors_of
 from lmcache_format.identity import Fingerprint, Identity
@@ -415,7 +415,7 @@ def _decoded(
     `room` gives the memory for a batch of them, back to back. What was read is not held: several threads at once need
     little beyond the buffers they fill.
     """
-    encoding = get_encoding(header.meta.encoding.name, header.meta.encoding.parameters)
+    encoding = encoding_for(header.meta.encoding)
     slabs = [0, *accumulate(tensor.spec.num_slabs for tensor in header.tensors)]
     for numbers in _batches(header, wanted):
         tensors = [header.tensors[number] for number in numbers]

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lmcache_cli.backends import Backend, ObjectInfo
-from lmcache_format.encodings import get_encoding
-from lmcache_format.errors import BadName, UnsupportedVersion
+from lmcache_format.encodings import is_known_label
+from lmcache_format.errors import BadName
 from lmcache_format.identity import Identity
 from lmcache_format.names import ShardName, chunks_directory
 from lmcache_format.segment import AddFlags, key_number
@@ -113,7 +113,6 @@ class Survey:
         self._share = share
         self._threads = threads
         self._seen = bytearray(len(index.state))
-        self._readable: dict[str, bool] = {}
         self.foreign: list[str] = []
         self.num_listed = 0
         self.bytes_listed = 0
@@ -155,7 +154,7 @@ class Survey:
             self.num_listed += 1
             self.bytes_listed += info.size_bytes
             in_share = self._share is None or self._share.holds(name.key)
-            agrees = row != ABSENT_ROW and int(sizes[row]) == info.size_bytes and self._can_read(name.encoding)
+            agrees = row != ABSENT_ROW and int(sizes[row]) == info.size_bytes and is_known_label(name.encoding)
             is_other_content = False
             if agrees and info.crc32c is not None and int(flags[row]) & AddFlags.HAS_CRC32C:
                 is_other_content = int(checksums[row]) != info.crc32c
@@ -174,15 +173,6 @@ class Survey:
             late: list[int] = rows_of(self._index.late, names).tolist()
             return late
         return [ABSENT_ROW] * len(names)
-
-    def _can_read(self, label: str) -> bool:
-        if label not in self._readable:
-            try:
-                get_encoding(label.partition("-")[0])
-                self._readable[label] = True
-            except UnsupportedVersion:
-                self._readable[label] = False
-        return self._readable[label]
 
     def _check(self, job: _Job) -> Surveyed:
         checked = check_shard(self._backend, job.name, self._identity, with_data=job.with_data)

@@ -6,7 +6,7 @@ import numpy as np
 
 from lmcache_cli.backends import AlreadyExists, Backend, Durability, ObjectInfo, Obstructed
 from lmcache_format.checksums import crc32c, xxh3
-from lmcache_format.encodings import get_encoding
+from lmcache_format.encodings import encoding_for
 from lmcache_format.names import ShardName
 from lmcache_format.segment import key_number
 from lmcache_format.shard import RAW, ShardMeta, build_header
@@ -20,7 +20,7 @@ def build_shard(meta: ShardMeta, chunk: ChunkBuffer) -> list[bytes | memoryview]
     tensors, slabs = chunk_checksums(chunk)
     if meta.encoding.name == RAW:
         return [build_header(meta, slabs, tensor_checksums=tensors), chunk.memory]
-    encoding = get_encoding(meta.encoding.name, meta.encoding.parameters)
+    encoding = encoding_for(meta.encoding)
     raw, start = np.frombuffer(chunk.memory, np.uint8), meta.depth * meta.chunk_tokens
     stored = [piece.data for piece in encoding.encode_many(raw, chunk.specs, start_pos=start)]
     checksums = b"".join(xxh3(piece) for piece in stored)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lmcache_format import FormatError, Identity, UnsupportedVersion
+from lmcache_format import FormatError, Identity
 from lmcache_format.checks import check_identity, check_name, verify_data
-from lmcache_format.encodings import get_encoding
+from lmcache_format.encodings import encoding_for
 from lmcache_format.names import (
     SegmentName,
     ShardName,
@@ -60,9 +60,7 @@ def judge_shard(path: str, content: bytes, identity: Identity) -> Refusal | None
         check = "identity"
         check_identity(header.meta, identity)
         check = "encoding"
-        encoding = get_encoding(header.meta.encoding.name, header.meta.encoding.parameters)
-        if encoding.quality != header.meta.encoding.quality:
-            raise UnsupportedVersion("unknown quality class", found=header.meta.encoding.quality)
+        encoding_for(header.meta.encoding)
         check = "data"
         data = content[header.data_start :]
         verify_data(header, data)
@@ -75,7 +73,7 @@ def judge_shard(path: str, content: bytes, identity: Identity) -> Refusal | None
 
 def decoded(header: ShardHeader, data: bytes) -> bytes:
     """The raw bytes of all tensors."""
-    encoding = get_encoding(header.meta.encoding.name, header.meta.encoding.parameters)
+    encoding = encoding_for(header.meta.encoding)
     out = np.empty(sum(spec.nbytes for spec in header.meta.specs), np.uint8)
     encoding.decode_many([data[t.begin : t.end] for t in header.tensors], header.meta.specs, out)
     return out.tobytes()

@@ -12,12 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lmcache_format.canonical_json import dump_canonical
 from lmcache_format.encodings import bfx, fp8, huf8, int8, raw, uq
 from lmcache_format.encodings.lossy import Lossy
 from lmcache_format.encodings.protocol import Bytes, Encoding, Parameters
 from lmcache_format.errors import UnsupportedVersion
+from lmcache_format.shard import EncodingInfo
 
-__all__ = ["Bytes", "Encoding", "Lossy", "Parameters", "encoding_names", "get_encoding", "resolve_encoding"]
+__all__ = [
+    "Bytes",
+    "Encoding",
+    "Lossy",
+    "Parameters",
+    "encoding_for",
+    "encoding_names",
+    "get_encoding",
+    "is_known_label",
+    "resolve_encoding",
+]
 
 _MODULES = (raw, bfx, huf8, int8, uq, fp8)
 _BY_NAME: Mapping[str, Encoding] = {encoding.name: encoding for module in _MODULES for encoding in module.ENCODINGS}
@@ -44,11 +56,36 @@ def get_encoding(name: str, parameters: Mapping[str, object] | None = None) -> E
     encoding = _BY_NAME.get(name)
     if encoding is None:
         raise UnsupportedVersion("unknown encoding", expected=f"one of {', '.join(_BY_NAME)}", found=repr(name)[:80])
-    if parameters is not None and dict(parameters) != dict(encoding.parameters()):
+    if parameters is not None and _as_json(parameters) != _as_json(encoding.parameters()):
         raise UnsupportedVersion(
             "unknown encoding parameters", where=name, expected=dict(encoding.parameters()), found=dict(parameters)
         )
     return encoding
+
+
+def encoding_for(info: EncodingInfo) -> Encoding:
+    """The encoding that a shard says it is in, which is known where name, parameters and quality class are.
+
+    Raises `UnsupportedVersion` where one of them is of another release: such a shard is a miss, not damage.
+    """
+    encoding = get_encoding(info.name, info.parameters)
+    if info.quality != encoding.quality:
+        raise UnsupportedVersion(
+            "unknown quality class", where=info.name, expected=encoding.quality or "none", found=info.quality or "none"
+        )
+    return encoding
+
+
+def is_known_label(label: str) -> bool:
+    """True for a label that shards of an encoding of this release have: `bfx`, `uq025-fp8-grade`."""
+    name, hyphen, quality = label.partition("-")
+    encoding = _BY_NAME.get(name)
+    return encoding is not None and encoding.quality == (quality if hyphen else None)
+
+
+def _as_json(parameters: Mapping[str, object]) -> bytes:
+    """What compares as JSON does: 1 is not true."""
+    return dump_canonical(dict(parameters), error=UnsupportedVersion)
 
 
 def resolve_encoding(text: str) -> Encoding:
