@@ -441,11 +441,14 @@ def golden_files() -> dict[str, bytes]:
         files |= space.segments
         files |= {s.name.path: s.file for s in space.shards if s.name.path not in space.expected.get("swept", ())}
     made = {f"store/{path}": data for path, data in files.items()}
-    made["expected.json"] = json_bytes({"namespaces": [_expected(space) for space in spaces], "writer": WRITER})
+    made["expected.json"] = json_bytes(
+        {"namespaces": [expected_namespace(space) for space in spaces], "writer": WRITER}
+    )
     return made
 
 
-def _expected(space: Namespace) -> dict[str, Any]:
+def expected_namespace(space: Namespace) -> dict[str, Any]:
+    """What a reader must find in a namespace."""
     swept = space.expected.get("swept", ())
     return {
         "fingerprint": space.fingerprint,

@@ -18,7 +18,7 @@ import safetensors.numpy
 import zstandard
 
 from lmcache_format import ChunkKey, Dtype, Extra, Fingerprint, Identity, chunk_keys, next_key, root_key
-from lmcache_format.checksums import crc32c
+from lmcache_format.checksums import crc32c, xxh3
 from lmcache_format.names import (
     SegmentName,
     ShardName,
@@ -56,7 +56,8 @@ def test_there_are_golden_stores() -> None:
     assert "v1-by-0.1.0" in RELEASES
     dtypes = {header_of(path.read_bytes()).meta.dtype for path in SHARDS}
     assert dtypes == set(Dtype)
-    folders = (GOLDEN / RELEASES[0], GOLDEN / "corrupt")
+    assert any(header_of(path.read_bytes()).tensor_checksums for path in SHARDS)
+    folders = (*(GOLDEN / release for release in RELEASES), GOLDEN / "corrupt")
     assert sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file()) < 1_500_000
 
 
@@ -125,6 +126,13 @@ def test_shards_hold_what_is_expected(release: str) -> None:
             assert hashlib.sha256(decoded(header, file[header.data_start :])).hexdigest() == shard["raw_sha256"]
 
 
+@pytest.mark.parametrize("path", SHARDS, ids=shard_id)
+def test_checksums_of_whole_tensors_are_those_of_the_tensors(path: Path) -> None:
+    header = header_of(path.read_bytes())
+    if header.tensor_checksums:
+        assert header.tensor_checksums == b"".join(map(xxh3, stored_bytes(path).values()))
+
+
 @pytest.mark.parametrize("release", RELEASES)
 def test_segments_say_what_is_expected(release: str) -> None:
     store = GOLDEN / release / "store"
@@ -132,7 +140,7 @@ def test_segments_say_what_is_expected(release: str) -> None:
         names = [path.relative_to(store).as_posix() for path in store.glob(f"ns/{space['fingerprint']}/m/*.lmi")]
         segments = {SegmentName.parse(name).file_name: decode_segment((store / name).read_bytes()) for name in names}
         removed = {int(row["nonce"]): row for segment in segments.values() for row in segment.removes}
-        listed = {name for segment in segments.values() for name in shards_listed(segment, removed)}
+        listed = {name for segment in segments.values() for name in shards_listed(store, segment, removed)}
         marked, swept = set(space.get("marked", ())), set(space.get("swept", ()))
         assert listed == {shard["path"] for shard in space["shards"]} - marked
         assert sum(bool(row["flags"] & RemoveFlags.SWEPT) for row in removed.values()) == len(swept)
@@ -146,7 +154,7 @@ def test_segments_say_what_is_expected(release: str) -> None:
         assert {old for segment in segments.values() for old in segment.supersedes} <= set(segments)
 
 
-def shards_listed(segment: Segment, removed: dict[int, Any]) -> list[str]:
+def shards_listed(store: Path, segment: Segment, removed: dict[int, Any]) -> list[str]:
     """Paths of the adds of `segment` whose nonce is not removed; 128 bits of a key are enough to find its file."""
     paths = []
     for number, row in zip(segment.keys, segment.adds, strict=True):
@@ -154,13 +162,12 @@ def shards_listed(segment: Segment, removed: dict[int, Any]) -> list[str]:
             prefix = f"{number:016x}{row['key_rest']:016x}"
             tail = f"{segment.parts[row['part']]}.{segment.encodings[row['encoding']]}.safetensors"
             directory = f"ns/{segment.fingerprint}/c/{prefix[:2]}/{prefix[2:4]}"
-            found = [path for store in STORES for path in (store / directory).glob(f"{prefix}*.{tail}")]
-            assert len(found) == len(STORES)
-            file = found[0].read_bytes()
+            (found,) = (store / directory).glob(f"{prefix}*.{tail}")
+            file = found.read_bytes()
             assert len(file) == row["size_bytes"]
             assert not row["flags"] & AddFlags.HAS_CRC32C or crc32c(file) == row["crc32c"]
             assert key_number(header_of(file).meta.parent) == row["parent"]
-            paths.append(f"{directory}/{found[0].name}")
+            paths.append(f"{directory}/{found.name}")
     return paths
 
 
