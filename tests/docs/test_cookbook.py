@@ -165,5 +165,94 @@ def test_a_superblock_from_a_copy_brings_a_store_back(lmcache, store, tmp_path):
     assert hit(store) == 40
 
 
+def test_a_prune_plans_marks_and_sweeps(lmcache, store):
+    everything = ("prune", "--store", store, "--max-size", "1B")
+    assert (lmcache(*everything, "--dry-run").code, lmcache(*everything).code, hit(store)) == (0, 2, 40)
+    marked = lmcache(*everything, "--yes")
+    assert (marked.code, marked.summary["num_marked"], marked.summary["num_waiting"]) == (0, 3, 3)
+    assert (hit(store), len(shards(store))) == (0, 3)
+    assert lmcache("verify", "--store", store).summary["num_awaiting_sweep"] == 3
+    early = lmcache("prune", "--store", store, "--sweep-only")
+    assert (early.code, early.summary["num_swept"]) == (0, 0)
+    late = lmcache("prune", "--store", store, "--sweep-only", "--grace", "0s")  # as if it were 15 minutes later
+    assert (late.code, late.summary["num_swept"], shards(store)) == (0, 3, [])
+
+
+def test_a_chunk_that_is_wanted_again_before_the_sweep_is_written_anew_and_stays(lmcache, store):
+    from lmcache_cli.store import Store
+
+    assert lmcache("prune", "--store", store, "--max-size", "1B", "--yes").code == 0
+    with Store.open(str(store)) as opened:
+        EXAMPLE["write_document"](opened, "document", DOCUMENT)
+    assert lmcache("prune", "--store", store, "--sweep-only", "--grace", "0s").code == 0
+    assert hit(store) == 40
+
+
+def test_pins_hold_against_prune_and_rm_until_they_are_taken_back(lmcache, store):
+    everything = ("prune", "--store", store, "--max-size", "1B", "--yes")
+    assert lmcache("pin", "--store", store, "--document", "document", "--ttl", "7d").summary["num_chunks"] == 3
+    ran = lmcache(*everything)
+    assert (ran.code, ran.summary["num_marked"], ran.summary["excess_bytes"] > 0) == (3, 0, True)
+    lmcache("rm", "--store", store, IDENTITY.fingerprint[:6], "--yes")
+    assert hit(store) == 40
+    assert lmcache("unpin", "--store", store, "--document", "document").summary["num_pins"] == 1
+    assert (lmcache(*everything).code, hit(store)) == (0, 0)
+
+
+@pytest.mark.parametrize("stays", [0, 16])
+def test_rm_takes_a_namespace_or_a_chunk_with_all_after_it(lmcache, store, stays):
+    from lmcache_format import next_key, root_key
+
+    second = next_key(next_key(root_key(IDENTITY.fingerprint), DOCUMENT[:16]), DOCUMENT[16:32])
+    target = second.hex()[:12] if stays else IDENTITY.fingerprint[:6]
+    assert lmcache("rm", "--store", store, target).code == 2
+    assert hit(store) == 40
+    gone = lmcache("rm", "--store", store, target, "--yes", "--wait", "--grace", "0s")
+    assert (gone.code, gone.summary["num_swept"]) == (0, 2 if stays else 3)
+    assert (hit(store), len(shards(store))) == (stays, stays // 16)
+
+
+def test_rm_of_a_tenant_leaves_the_others(lmcache, store):
+    ran = lmcache("rm", "--store", store, "--salt", "tenant-7", "--yes", "--wait", "--grace", "0s")
+    assert (ran.code, ran.summary["num_marked"], hit(store)) == (0, 0, 40)
+
+
+def test_compress_with_loss_leaves_exact_shards_to_those_who_want_them(lmcache, tmp_path):
+    from lmcache_cli.store import Store
+    from tests.store.made_kv import CHUNK_TOKENS, KV_IDENTITY, put_kv, read_kv
+    from tests.store.pattern import document
+
+    folder, tokens = tmp_path / "kv", document(2 * CHUNK_TOKENS)
+    with Store.create(str(folder)) as made, made.namespace(KV_IDENTITY, create=True) as namespace:
+        put_kv(namespace, tokens)
+    lossy = ("compress", "--store", folder, "--codec", "uq")
+    assert lmcache(*lossy).code == 2
+    assert lmcache(*lossy, "--lossy").summary["num_encoded"] == 2
+    named = {row["encoding"] for row in lmcache("ls", "--store", folder, KV_IDENTITY.fingerprint).records[:-1]}
+    assert named == {"raw", "uq006-near"}
+    assert lmcache("compress", "--store", folder).summary["num_encoded"] == 2
+    assert lmcache("prune", "--store", folder, "--sweep-only", "--grace", "0s").summary["num_swept"] == 2
+    assert lmcache("compress", "--store", folder, "--codec", "raw").summary["num_encoded"] == 2
+    with Store.open(str(folder)) as opened, opened.namespace(KV_IDENTITY) as namespace:
+        assert read_kv(namespace, tokens) == len(tokens)
+
+
+def test_migrate_moves_to_a_store_and_to_nothing_else(lmcache, store, tmp_path):
+    target = tmp_path / "target"
+    move = ("migrate", store, target, "--delete-source")
+    assert (lmcache(*move).code, target.exists(), hit(store)) == (10, False, 40)
+    assert lmcache("init", "--store", target).code == 0
+    done = lmcache(*move)
+    assert (done.code, done.summary["num_copied"], done.summary["num_deleted"]) == (0, 3, 3)
+    assert (hit(store), hit(target), shards(store)) == (0, 40, [])
+    assert lmcache("migrate", target, store, "--filter", "model=example/*").summary["num_copied"] == 3
+    assert hit(store) == 40
+
+
+def test_a_copy_of_a_store_is_not_migrated_into_it(lmcache, store, tmp_path):
+    shutil.copytree(store, tmp_path / "copy")
+    assert lmcache("migrate", tmp_path / "copy", store).code == 2
+
+
 def test_urls_without_a_back_end_end_with_13(lmcache):
     assert lmcache("ls", "--store", "nowhere://bucket/kv").code == 13
