@@ -38,8 +38,8 @@ CALLS: dict[str, tuple[str, ...]] = {
     "rm": ("rm", "{key}", "--dry-run"),
     "rm prompt": ("rm", "--model", ".", "--tokens", "ids.json", "--dry-run"),
     "pin": ("pin", "{key}"),
-    "pin prompt": ("pin", "--model", ".", "--tokens", "ids.json", "--ttl", "7d"),
-    "unpin": ("unpin", "{pinned}"),
+    "pin prompt": ("pin", "--model", ".", "--tokens", "ids.json"),
+    "unpin": ("unpin", "--document", "nobody"),
     "doctor": ("doctor",),
     "warm dry run": ("warm", *_ENGINE, "--dry-run"),
     "warm": ("warm", *_ENGINE),
@@ -71,7 +71,6 @@ class Scene:
         values = {
             "namespace": ENGINE_IDENTITY.fingerprint,
             "key": refs(ENGINE_IDENTITY, DOCUMENT)[0].key.hex(),
-            "pinned": refs(ENGINE_IDENTITY, SECOND)[-1].key.hex(),
             "shard": "copy.safetensors",
             "store": str(self.store),
         }
