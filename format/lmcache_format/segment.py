@@ -202,6 +202,14 @@ def decode_segment(data: Buffer, fingerprint: Fingerprint | None = None) -> Segm
     return segment
 
 
+def check_length(start: Buffer, file_bytes: int) -> None:
+    """Raise unless the first bytes of a file say that a segment of so many bytes begins here: before memory is spent.
+
+    Raises as `decode_segment` does.
+    """
+    _check_header(memoryview(start).toreadonly().cast("B"), file_bytes)
+
+
 def _assemble(fingerprint: bytes, created_ms: int, sections: Sequence[tuple[bytes, int, bytes, int]]) -> bytes:
     position = _HEADER.size + _ENTRY.size * len(sections)
     entries, body = [], []
@@ -219,26 +227,9 @@ def _assemble(fingerprint: bytes, created_ms: int, sections: Sequence[tuple[byte
 
 def _dissect(view: memoryview) -> tuple[bytes, int, dict[bytes, tuple[memoryview, int]]]:
     """Fingerprint, creation time and sections, once the table and every section have the right checksum."""
-    if len(view) < _HEADER.size:
-        raise SegmentError(
-            "file is too short for a segment", expected=f"at least {_HEADER.size} bytes", found=len(view)
-        )
-    magic, version, count, fingerprint, created_ms, file_bytes, checksum = _HEADER.unpack_from(view)
-    if magic != MAGIC:
-        raise SegmentError("not a manifest segment", expected=MAGIC, found=magic)
-    if version != VERSION:
-        raise UnsupportedVersion("segment is of another version", expected=VERSION, found=version)
-    table_end = _HEADER.size + _ENTRY.size * count
-    if count > MAX_SECTIONS or table_end > len(view):
-        raise SegmentError("file ends within its table of sections", expected=f"{count} sections", found=len(view))
-    table = bytearray(view[:table_end])
-    table[_CHECKSUM_AT : _CHECKSUM_AT + 16] = bytes(16)
-    if xxh3(table) != checksum:
-        raise ChecksumMismatch("segment table checksum", expected=checksum.hex(), found=xxh3(table).hex())
-    if file_bytes != len(view):
-        raise SegmentError("file has another length than its header says", expected=file_bytes, found=len(view))
+    count, fingerprint, created_ms = _check_header(view, len(view))
     sections: dict[bytes, tuple[memoryview, int]] = {}
-    position = table_end
+    position = _HEADER.size + _ENTRY.size * count
     for index in range(count):
         name, flags, offset, length, records, digest = _ENTRY.unpack_from(view, _HEADER.size + index * _ENTRY.size)
         gap = -position % SECTION_ALIGNMENT
@@ -258,6 +249,29 @@ def _dissect(view: memoryview) -> tuple[bytes, int, dict[bytes, tuple[memoryview
     if position != len(view):
         raise SegmentError("bytes follow the last section", expected=position, found=len(view))
     return fingerprint, created_ms, sections
+
+
+def _check_header(view: memoryview, found_bytes: int) -> tuple[int, bytes, int]:
+    """Number of sections, fingerprint and creation time, where header and table are those of a file of that length."""
+    if len(view) < _HEADER.size:
+        raise SegmentError(
+            "file is too short for a segment", expected=f"at least {_HEADER.size} bytes", found=len(view)
+        )
+    magic, version, count, fingerprint, created_ms, file_bytes, checksum = _HEADER.unpack_from(view)
+    if magic != MAGIC:
+        raise SegmentError("not a manifest segment", expected=MAGIC, found=magic)
+    if version != VERSION:
+        raise UnsupportedVersion("segment is of another version", expected=VERSION, found=version)
+    table_end = _HEADER.size + _ENTRY.size * count
+    if count > MAX_SECTIONS or table_end > len(view):
+        raise SegmentError("file ends within its table of sections", expected=f"{count} sections", found=len(view))
+    table = bytearray(view[:table_end])
+    table[_CHECKSUM_AT : _CHECKSUM_AT + 16] = bytes(16)
+    if xxh3(table) != checksum:
+        raise ChecksumMismatch("segment table checksum", expected=checksum.hex(), found=xxh3(table).hex())
+    if file_bytes != found_bytes:
+        raise SegmentError("file has another length than its header says", expected=file_bytes, found=found_bytes)
+    return count, fingerprint, created_ms
 
 
 _SECTIONS = frozenset((b"KEYS", b"ADDS", b"RMVS", b"TOUC", b"NAME", b"SUPR", b"LABL", b"PINS"))

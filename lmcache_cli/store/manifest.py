@@ -36,6 +36,7 @@ from lmcache_format.segment import (
     RemoveFlags,
     RemoveReason,
     Segment,
+    check_length,
     decode_segment,
     encode_segment,
     key_number,
@@ -49,6 +50,8 @@ COMPACT_ABOVE_SEGMENTS = 16
 DAY_MS = 86_400_000
 DEFAULT_GRACE_MS = 900_000
 _LISTING_TRIES = 3
+_LONG_BYTES = 16 << 20
+_HEADER_BYTES = 4096  # more than the longest table of sections needs
 _MOST_LEFT_OUT = 3  # segments; beyond that the back-end is at fault, not one of them
 
 
@@ -188,13 +191,12 @@ class Manifest:
                 SegmentName.parse(info.name)
             except BadName:
                 continue
-            listed.append(_Listed(info.name, info.version, info.modified_ms))
+            listed.append(_Listed(info.name, info.version, info.modified_ms, info.size_bytes))
         return listed
 
     def _read_new(self, leave_out_unavailable: bool, *, leave_out_missing: bool = False) -> list[Segment]:
-        names = sorted(
-            (SegmentName.parse(info.name) for info in self._list()), key=lambda name: name.ulid, reverse=True
-        )
+        sizes = {SegmentName.parse(info.name): info.size_bytes for info in self._list()}
+        names = sorted(sizes, key=lambda name: name.ulid, reverse=True)
         seen, superseded, unread = set(self._seen), dict(self._superseded), set(self._unread)
         left_out: set[str] = set()
         new: list[Segment] = []
@@ -202,7 +204,7 @@ class Manifest:
             if name.file_name in seen or name.file_name in superseded:
                 continue
             try:
-                segment = self._read(name)
+                segment = self._read(name, sizes[name])
             except (Unavailable, NotFound) as problem:
                 is_allowed = leave_out_missing if isinstance(problem, NotFound) else leave_out_unavailable
                 if not is_allowed or len(left_out) == _MOST_LEFT_OUT:
@@ -223,8 +225,10 @@ class Manifest:
         self._live = self._present - set(superseded) - unread - left_out  # what is unread is not superseded
         return new
 
-    def _read(self, name: SegmentName) -> Segment | None:
+    def _read(self, name: SegmentName, size_bytes: int) -> Segment | None:
         try:
+            if size_bytes > _LONG_BYTES:  # memory is spent once the header says that the file is so long
+                check_length(self._backend.read(name.path, length=_HEADER_BYTES), size_bytes)
             return decode_segment(self._backend.read(name.path), self._fingerprint)
         except UnsupportedVersion as problem:
             self._events.problem(Event.SEGMENT_TOO_NEW, name.path, problem)
@@ -238,6 +242,7 @@ class _Listed:
     name: str
     version: str
     modified_ms: int
+    size_bytes: int
 
 
 def segment_of_pending(fingerprint: Fingerprint, pending: Pending, writer: str, created_ms: int) -> Segment:

@@ -21,10 +21,10 @@ from lmcache_format.names import (
     parse_superblock_path,
     segment_directory,
 )
-from lmcache_format.superblock import Superblock
+from lmcache_format.superblock import MAX_SUPERBLOCK_BYTES, Superblock
 
 from .errors import NoSuchNamespace, StoreDamaged, StoreTooNew
-from .store import Store
+from .store import Store, read_start
 
 STAGING_GRACE_MS = 900_000
 _MAINTENANCE = "maint"
@@ -148,7 +148,7 @@ def _superblock_or_foreign(backend: Backend, info: ObjectInfo) -> Iterator[Locat
         yield _foreign(info)
         return
     try:
-        Superblock.from_json(backend.read(info.name), generation)
+        Superblock.from_json(read_start(backend, info.name, MAX_SUPERBLOCK_BYTES), generation)
     except UnsupportedVersion as problem:
         yield Located(Place.NEWER, info.name, info.size_bytes, str(problem))
     except FormatError as problem:

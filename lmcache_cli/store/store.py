@@ -10,7 +10,7 @@ from lmcache_cli import __version__
 from lmcache_cli.backends import AlreadyExists, Backend, Durability, NotFound, open_backend
 from lmcache_format.errors import BadName, FormatError, UnsupportedVersion
 from lmcache_format.geometry import Part
-from lmcache_format.identity import Fingerprint, Identity, fingerprint_of
+from lmcache_format.identity import MAX_IDENTITY_BYTES, Fingerprint, Identity, fingerprint_of
 from lmcache_format.names import (
     CACHEDIR_TAG,
     NAMESPACES,
@@ -19,7 +19,7 @@ from lmcache_format.names import (
     parse_superblock_path,
     superblock_path,
 )
-from lmcache_format.superblock import Operation, Superblock
+from lmcache_format.superblock import MAX_SUPERBLOCK_BYTES, Operation, Superblock
 
 from .errors import NoStore, NoSuchNamespace, Refused, StoreDamaged, StoreExists, StoreTooNew
 from .events import Event, Events
@@ -73,7 +73,7 @@ class Store:
             )
         path = superblock_path(generations[-1])
         try:
-            superblock = Superblock.from_json(backend.read(path))
+            superblock = Superblock.from_json(read_start(backend, path, MAX_SUPERBLOCK_BYTES))
             superblock.check(operation)
         except UnsupportedVersion as problem:
             raise StoreTooNew(
@@ -119,7 +119,7 @@ class Store:
         """What a namespace is for. Raises `NoSuchNamespace`, `StoreDamaged`, `StoreTooNew`, `BackendError`."""
         path = identity_path(fingerprint)
         try:
-            data = self.backend.read(path)
+            data = read_start(self.backend, path, MAX_IDENTITY_BYTES)
         except NotFound:
             raise NoSuchNamespace(f"{self.url} has no namespace {fingerprint}", next_step="see: lmcache ls") from None
         if fingerprint_of(data) != fingerprint:
@@ -191,7 +191,7 @@ class Store:
         """Put `ns.json` in place; a damaged one is replaced, since its right content is known."""
         path, data = identity_path(identity.fingerprint), identity.canonical_json()
         try:
-            found = self.backend.read(path)
+            found = read_start(self.backend, path, MAX_IDENTITY_BYTES)
         except NotFound:
             try:
                 self.backend.put(path, [data], durability=Durability.FULL)
@@ -201,6 +201,14 @@ class Store:
         if found != data:
             self.events.problem(Event.READ_DAMAGED, path, "identity does not hash to its own name; written again")
             self.backend.put(path, [data], durability=Durability.FULL, if_absent=False)
+
+
+def read_start(backend: Backend, path: str, most_bytes: int) -> bytes:
+    """All of an object, but of one that is longer than it may be a byte more than that: enough to be refused."""
+    with backend.open_read(path) as handle:
+        content = bytearray(min(handle.size, most_bytes + 1))
+        handle.read_into(0, [memoryview(content)])
+        return bytes(content)
 
 
 def _generations(backend: Backend) -> list[int]:
