@@ -81,6 +81,7 @@ def pin(
     from lmcache_cli.commands.ls import find_namespace
     from lmcache_cli.store import Store
     from lmcache_format import ChunkKey
+    from lmcache_format.canonical_json import MAX_INTEGER
     from lmcache_format.superblock import Operation
 
     asked = AskedPrompt(text=prompt, text_file=prompt_file, tokens_file=tokens, as_chat=chat_template, salt=salt)
@@ -94,6 +95,8 @@ def pin(
         else:
             chosen = named_chunks(store, target, document, scope)
         expires_ms = None if ttl is None else store.backend.now_ms() + ttl * 1000
+        if expires_ms is not None and expires_ms > MAX_INTEGER:
+            raise Refused("--ttl is longer than a pin can say", "leave it out to keep the chunk for good")
         for fingerprint, key in chosen:
             with writable(store, fingerprint) as opened:
                 opened.pin(ChunkKey(key), expires_ms)

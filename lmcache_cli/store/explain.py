@@ -247,13 +247,11 @@ class _Lookup:
 
     def _tail(self, prompt: _Prompt, parent: ChunkKey, depth: int, start: int) -> int:
         rest = prompt.words[start:]
-        for entry in self._view.tails(parent):
-            if entry.num_tokens <= len(rest) and entry.depth == depth:
-                extras = chunk_extras(prompt.items, start, entry.num_tokens)
-                key = next_key(parent, rest[: entry.num_tokens], extras)
-                if key[:16] == entry.key and self._view.is_present(key):
-                    return entry.num_tokens
-        return 0
+
+        def key_of(count: int) -> ChunkKey:
+            return next_key(parent, rest[:count], chunk_extras(prompt.items, start, count))
+
+        return next((count for _, count in self._view.tails(parent, depth, len(rest), key_of)), 0)
 
     def gap(self, key: ChunkKey) -> str:
         """Why a chunk that is here in part is no hit; empty where nothing of it is here."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from asyncio import CancelledError
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +45,7 @@ from lmcache_format.keys import (
     token_words,
 )
 from lmcache_format.names import ShardName, chunk_directory, new_nonce, new_writer_id
-from lmcache_format.segment import Label, Pin, RemoveReason, Segment, encode_segment, key_number
+from lmcache_format.segment import Label, Pin, RemoveReason, Segment, decode_segment, encode_segment, key_number
 from lmcache_format.shard import RAW, EncodingInfo, ShardHeader, ShardMeta
 
 from .chunk import ChunkBuffer
@@ -196,6 +197,7 @@ class Namespace:
         self._reader_threads = reader_threads
         self._waits_for_device = False
         self._readers = ThreadPoolExecutor(reader_threads, thread_name_prefix="lmcache-read")
+        _OPEN.add(self)
         self._can_probe = backend.capabilities.cheap_stat
         is_full = self._options.durability is Durability.FULL
         self._shard_durability = Durability.DATA if is_full else self._options.durability  # names are synced by flush
@@ -255,14 +257,13 @@ class Namespace:
     ) -> ChunkRef | None:
         if not len(words):
             return None
+
+        def key_of(count: int) -> ChunkKey:
+            return next_key(parent, words[:count], chunk_extras(items, start, count))
+
         with self._lock:
-            for entry in self._view.tails(parent):
-                count = entry.num_tokens
-                if count > len(words) or entry.depth != depth:
-                    continue
-                key = next_key(parent, words[:count], chunk_extras(items, start, count))
-                if key[:16] == entry.key and self._view.is_present(key):
-                    return ChunkRef(key, parent, depth, count)
+            for key, count in self._view.tails(parent, depth, len(words), key_of):
+                return ChunkRef(key, parent, depth, count)
         return None
 
     # ---- read -------------------------------------------------------------------------------------------------
@@ -308,7 +309,7 @@ class Namespace:
         Every thread takes the next chunk when it is done with one: a future a chunk would wake this thread each time.
         Where the bytes are in memory few threads do best; those that wait for a device get help.
         """
-        outcomes: list[int | ReadFault] = [0] * len(chunks)
+        outcomes: list[int | ReadFault | None] = [None] * len(chunks)
         waiting = deque(range(len(chunks)))
 
         def work() -> None:
@@ -331,14 +332,24 @@ class Namespace:
         self._waits_for_device = False
         workers: list[Future[None]] = []
         try:
-            workers += [self._readers.submit(work) for _ in range(min(at_once, len(chunks)))]
+            for _ in range(min(at_once, len(chunks))):
+                workers.append(self._readers.submit(work))  # noqa: PERF401  those that started are waited for
             for worker in workers:
                 worker.result()
+        except RuntimeError as problem:  # closed meanwhile, or the process ends: nothing starts any more
+            waiting.clear()
+            wait(workers)
+            self.events.problem(Event.READ_UNAVAILABLE, self.fingerprint, problem)
         except BaseException:
             waiting.clear()
             wait(workers)
             raise
-        return outcomes
+        return [
+            self._unread(chunk) if outcome is None else outcome for chunk, outcome in zip(chunks, outcomes, strict=True)
+        ]
+
+    def _unread(self, chunk: ChunkRef) -> ReadFault:
+        return ReadFault(Fault.UNAVAILABLE, self._path(chunk.key), "no thread could be started to read it")
 
     def _read_guarded(self, chunk: ChunkRef, out: ChunkBuffer) -> int | ReadFault:
         try:
@@ -485,6 +496,11 @@ class Namespace:
                 f"{self._backend.url} may not be written to by this release",
                 next_step="open it with a newer release, or use another store",
             )
+        if chunk.identity is not self.identity and chunk.identity != self.identity:
+            raise Refused(
+                f"the buffer holds KV of {chunk.identity.fingerprint}, the namespace that of {self.fingerprint}",
+                next_step="make the buffer with the namespace it is for",
+            )
         encoding = get_encoding(self._options.encoding)
         info = EncodingInfo(encoding.name, encoding.parameters(), encoding.quality, encoding.must_understand)
         with self._lock:
@@ -580,22 +596,29 @@ class Namespace:
 
     def label(self, name: str, key: ChunkKey, num_tokens: int, depth: int) -> None:
         """Give a name (of a document, say) to the sequence that ends with the chunk `key`. Raises `SegmentError`."""
-        pending = Pending(labels=[Label(key[:16], name, num_tokens, _wall_ms(), depth)])
-        encode_segment(
-            segment_of_pending(self.fingerprint, pending, self._writer_id, _wall_ms())
-        )  # raises now, not later
+        label = Label(key[:16], name, num_tokens, _wall_ms(), depth)
+        self._refuse_unreadable(Pending(labels=[label]))
         with self._lock:
-            self._buffer(labels=pending.labels)
+            self._buffer(labels=[label])
 
     def pin(self, key: ChunkKey, expires_ms: int | None = None) -> None:
-        """Keep a chunk and all before it from being pruned until `expires_ms` (Unix time; None: for good)."""
+        """Keep a chunk and all before it from being pruned until `expires_ms` (Unix time; None: for good).
+
+        Raises `SegmentError`.
+        """
         with self._lock:
-            self._buffer(pins=[Pin(key[:16], expires_ms, self._after_pins(key))])
+            pin = Pin(key[:16], expires_ms, self._after_pins(key))
+            self._refuse_unreadable(Pending(pins=[pin]))
+            self._buffer(pins=[pin])
 
     def unpin(self, key: ChunkKey) -> None:
-        """Take a pin back."""
-        with self._lock:
-            self._buffer(pins=[Pin(key[:16], 0, self._after_pins(key))])
+        """Take a pin back. Raises `SegmentError`."""
+        self.pin(key, 0)
+
+    def _refuse_unreadable(self, pending: Pending) -> None:
+        """Raise now rather than at a flush, or when the segment is read: what else it holds would be lost with it."""
+        segment = segment_of_pending(self.fingerprint, pending, self._writer_id, _wall_ms())
+        decode_segment(encode_segment(segment), self.fingerprint)
 
     def _after_pins(self, key: bytes) -> int:
         """Now, or just after the latest pin of that key, whatever clock it was dated by: the last word counts."""
@@ -860,6 +883,23 @@ class Namespace:
         touches = self._state.touches
         at = int(touches["key"].searchsorted(number)) if len(touches) else 0
         return int(touches["hits"][at]) if at < len(touches) and int(touches["key"][at]) == number else 0
+
+    def _after_fork(self) -> None:
+        """In the child, where threads do not exist and locks may be held by some that do not: new ones."""
+        self._lock, self._io = threading.RLock(), threading.RLock()
+        self._readers = ThreadPoolExecutor(self._reader_threads, thread_name_prefix="lmcache-read")
+        self._background = None
+
+
+_OPEN: weakref.WeakSet[Namespace] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for namespace in list(_OPEN):
+        namespace._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class BackendUnsettled(BackendError):

@@ -8,7 +8,7 @@ import numpy as np
 
 from lmcache_format.geometry import whole_part
 from lmcache_format.identity import Fingerprint
-from lmcache_format.keys import Tokens, chunk_keys, root_key, token_words
+from lmcache_format.keys import Tokens, chunk_keys, next_key, root_key, token_words
 
 from .chunk_table import ChunkTable, chunk_table
 from .documents import chunk_of
@@ -55,15 +55,17 @@ def chunks_by_label(store: Store, name: str, namespace: Fingerprint | None = Non
 
 
 def chunks_of_prompt(store: Store, namespace: Fingerprint, tokens: Tokens, salt: str | None) -> list[bytes]:
-    """First 16 bytes of the keys of all chunks that a prompt has or had, its present tails included."""
+    """First 16 bytes of the keys of all chunks that a prompt has or had, and of the present tails it begins with."""
     identity = store.identity(namespace)
     words = token_words(tokens)
     root = root_key(namespace, salt)
     keys = chunk_keys(root, words, identity.chunk_tokens)
     index = Index(store.backend, namespace)
     view = View(index.state, whole_part(identity), lambda label: True, identity.chunk_tokens)
-    tails = view.tails(keys[-1] if len(keys) else root)
-    return [*(key[:16] for key in keys), *(tail.key for tail in tails)]
+    parent = keys[-1] if len(keys) else root
+    rest = words[len(keys) * identity.chunk_tokens :]
+    tails = view.tails(parent, len(keys), len(rest), lambda count: next_key(parent, rest[:count]))
+    return [*(key[:16] for key in keys), *(key[:16] for key, _ in tails)]
 
 
 def held_pins(store: Store, namespace: Fingerprint) -> list[HeldPin]:

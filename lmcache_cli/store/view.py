@@ -7,13 +7,12 @@ was built (small dicts). It is not thread-safe; the namespace that owns it holds
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from lmcache_format.geometry import Part
-from lmcache_format.keys import KeyList
+from lmcache_format.keys import ChunkKey, KeyList
 from lmcache_format.segment import key_number
 
 from .coverage import covers
@@ -21,7 +20,6 @@ from .state import Entry, State
 
 KEY_NUMBER = np.dtype(">u8")
 PARTS_A_WORD = 64
-K = TypeVar("K", bytes, int)
 
 
 class View:
@@ -33,11 +31,11 @@ class View:
         self._can_read = can_read
         self._chunk_tokens = chunk_tokens
         self._recent: dict[bytes, list[Entry]] = {}
-        self._recent_tails: dict[int, list[Entry]] = {}
+        self._recent_tails: dict[int, set[int]] = {}
         self._dropped: set[str] = set()
         self._keys, self._rest, self._present = self._presence()
         self._has_collisions = bool((self._keys[1:] == self._keys[:-1]).any())
-        self._tail_parents, self._tail_rows = self._tails()
+        self._tail_parents, self._tail_tokens = self._tail_lengths()
 
     def match(self, keys: KeyList) -> int:
         """How many of `keys`, from the first on, are present without a gap."""
@@ -68,15 +66,25 @@ class View:
         """True where the readable shards of the chunk cover the part needed."""
         return covers([entry.part for entry in self.entries(key)], self.need)
 
-    def tails(self, parent: bytes) -> Iterator[Entry]:
-        """Readable tails that follow the chunk `parent`, longest first."""
-        number = key_number(parent)
-        start = int(np.searchsorted(self._tail_parents, np.uint64(number), side="left"))
-        stop = int(np.searchsorted(self._tail_parents, np.uint64(number), side="right"))
-        entries = [self.state.entry(int(row)) for row in self._tail_rows[start:stop]]
-        entries += self._recent_tails.get(number, [])
-        usable = [e for e in entries if e.nonce not in self._dropped and self._can_read(e.encoding)]
-        return iter(sorted(usable, key=lambda entry: -entry.num_tokens))
+    def tails(
+        self, parent: bytes, depth: int, most_tokens: int, key_of: Callable[[int], ChunkKey]
+    ) -> Iterator[tuple[ChunkKey, int]]:
+        """Present tails of a prompt after the chunk `parent`, longest first: key and number of tokens.
+
+        `key_of(n)` is the key that the prompt's next n tokens have. It is asked once a length, however many tails of
+        other prompts follow the same chunk.
+        """
+        number = np.uint64(key_number(parent))
+        start, stop = (int(np.searchsorted(self._tail_parents, number, side=side)) for side in ("left", "right"))
+        lengths = {*self._tail_tokens[start:stop].tolist(), *self._recent_tails.get(int(number), ())}
+        for num_tokens in sorted(lengths, reverse=True):
+            if num_tokens > most_tokens:
+                continue
+            key = key_of(num_tokens)
+            shards = self.entries(key)
+            is_it = any(shard.num_tokens == num_tokens and shard.depth == depth for shard in shards)
+            if is_it and covers([shard.part for shard in shards], self.need):
+                yield key, num_tokens
 
     def add(self, entry: Entry) -> None:
         """Take in a shard that was just written or found."""
@@ -85,13 +93,13 @@ class View:
             return
         shards.append(entry)
         if entry.num_tokens < self._chunk_tokens:
-            self._recent_tails.setdefault(entry.parent, []).append(entry)
+            self._recent_tails.setdefault(entry.parent, set()).add(entry.num_tokens)
 
     def drop(self, entry: Entry) -> None:
         """Forget a shard that is gone or was found to be wrong."""
         self._dropped.add(entry.nonce)
-        _drop_from(self._recent, entry.key, entry.nonce)
-        _drop_from(self._recent_tails, entry.parent, entry.nonce)
+        if shards := [shard for shard in self._recent.pop(entry.key, ()) if shard.nonce != entry.nonce]:
+            self._recent[entry.key] = shards
         number, rest = key_number(entry.key), key_number(entry.key, 8)
         at = int(np.searchsorted(self._keys, np.uint64(number)))
         while at < len(self._keys) and int(self._keys[at]) == number:
@@ -157,14 +165,12 @@ class View:
         masks = np.where(usable, bits[self.state.adds["part"]], np.uint64(0))
         return np.bitwise_or.reduceat(masks, starts)
 
-    def _tails(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+    def _tail_lengths(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
+        """Parents of all tails, in order, and how many tokens tails after them have, each once."""
         rows = np.flatnonzero(self.state.adds["num_tokens"] < self._chunk_tokens)
-        parents = self.state.adds["parent"][rows]
-        order = np.argsort(parents, kind="stable")
-        return parents[order], rows[order]
-
-
-def _drop_from(table: dict[K, list[Entry]], key: K, nonce: str) -> None:
-    shards = [shard for shard in table.pop(key, ()) if shard.nonce != nonce]
-    if shards:
-        table[key] = shards
+        parents, num_tokens = self.state.adds["parent"][rows], self.state.adds["num_tokens"][rows]
+        order = np.lexsort((num_tokens, parents))
+        parents, num_tokens = parents[order], num_tokens[order]
+        again = (parents[1:] == parents[:-1]) & (num_tokens[1:] == num_tokens[:-1])
+        first = np.concatenate([np.ones(min(len(rows), 1), np.bool_), ~again])
+        return parents[first], num_tokens[first]

@@ -357,6 +357,7 @@ def test_unpin(inside, made_store, how):
         (("--document", "nobody"), b"no document 'nobody'"),
         (("00000000",), b"0 chunks start with"),
         (("--document", "first", "--ttl", "7"), b"bare number"),
+        (("--document", "first", "--ttl", "99999999999999s"), b"longer than a pin can say"),
     ],
 )
 def test_pin_of_what_is_unclear_is_refused(inside, made_store, arguments, said):

@@ -12,7 +12,7 @@ from lmcache_cli.store.manifest import Pending, segment_of_pending
 from lmcache_cli.store.state import Entry, State, empty_state, merge
 from lmcache_cli.store.view import View
 from lmcache_format.geometry import Part
-from lmcache_format.keys import KeyList
+from lmcache_format.keys import ChunkKey, KeyList
 from lmcache_format.segment import key_number
 from tests.store.made_segments import CHUNK_TOKENS, ENCODINGS, FINGERPRINT, KEYS, PARTS, WHOLE
 
@@ -113,16 +113,16 @@ class ViewMachine(RuleBasedStateMachine):
         expected = present.index(False) if False in present else len(keys)
         assert self.view.match(KeyList(b"".join(keys))) == expected
 
-    @rule(parent=st.sampled_from(KEYS))
-    def tails(self, parent: bytes) -> None:
-        found = [known.nonce for known in self.view.tails(parent)]
-        expected = {
-            e.nonce
-            for e in self.living()
-            if e.num_tokens < CHUNK_TOKENS and can_read(e.encoding) and e.parent == key_number(parent)
-        }
-        assert len(found) == len(set(found))
-        assert set(found) == expected
+    @rule(parent=st.sampled_from(KEYS), key=st.sampled_from(KEYS))
+    def tails(self, parent: bytes, key: bytes) -> None:
+        found = list(self.view.tails(parent, 0, CHUNK_TOKENS - 1, lambda num_tokens: ChunkKey(key)))
+        tails = [e for e in self.readable(key) if e.num_tokens < CHUNK_TOKENS]
+        if found:
+            assert found == [(key, 3)]
+            assert tails
+            assert self.is_present(key)
+        if self.is_present(key) and any(e.parent == key_number(parent) for e in tails):
+            assert found
 
 
 TestView = ViewMachine.TestCase
@@ -155,4 +155,4 @@ def test_nothing_matches_in_nothing() -> None:
     view = View(empty_state(), WHOLE, can_read, CHUNK_TOKENS)
     assert view.match(KeyList(b"")) == 0
     assert view.match(KeyList(KEYS[3])) == 0
-    assert not list(view.tails(KEYS[3]))
+    assert not list(view.tails(KEYS[3], 0, CHUNK_TOKENS, lambda num_tokens: ChunkKey(KEYS[3])))

@@ -66,6 +66,12 @@ class LocalBackend:
     def __init__(self, path: str | os.PathLike[str], calls: SystemCalls | None = None) -> None:
         if not os.fspath(path):
             raise Unsupported("the path of the store is empty; give a directory")
+        try:
+            is_path = b"\0" not in os.fsencode(path)
+        except UnicodeEncodeError:
+            is_path = False
+        if not is_path:
+            raise Unsupported(f"{os.fspath(path)!r} cannot be a path; give a directory")
         self.path = str(Path(path).absolute())
         self.url = f"file://{quote(os.fsencode(self.path))}"
         self._calls = calls or SystemCalls()
