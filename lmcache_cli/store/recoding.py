@@ -7,7 +7,6 @@ lossless name, or added to by a lossy one.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -123,13 +122,15 @@ def _raise_if_unavailable(fault: ReadFault) -> None:
 
 
 def recoded_meta(header: ShardHeader, encoding: Encoding, writer: str) -> ShardMeta:
-    """The header of a shard in another encoding: a write of its own, that says what it was made from."""
+    """The header of a shard in another encoding: a write of its own, that says what it was made from.
+
+    It keeps the date of its source: age and last use decide what is archived and pruned, and encoding is no use.
+    """
     return replace(
         header.meta,
         encoding=encoding_info(encoding),
         nonce=new_nonce(),
         writer=writer,
-        created_ms=time.time_ns() // 1_000_000,
         provenance=provenance_of(header),
     )
 
