@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from datetime import UTC, datetime
 
-from lmcache_cli.backends import Backend
+from lmcache_cli.backends import Backend, NoSpace, Unavailable
 
 from .errors import Refused
 from .manifest import DAY_MS
@@ -25,6 +25,15 @@ def checked_now_ms(backend: Backend, host_ms: int | None = None) -> int:
             next_step="set the clock that is wrong",
         )
     return store_ms
+
+
+def looked_at_ms(backend: Backend) -> int:
+    """The time on the store's clock; this machine's where that cannot be asked, since asking takes a write and a store
+    may be mounted read-only. For looking and copying: nothing may be removed by it."""
+    try:
+        return backend.now_ms()
+    except (Unavailable, NoSpace):
+        return time.time_ns() // 1_000_000
 
 
 def _shown(milliseconds: int) -> str:

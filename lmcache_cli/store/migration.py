@@ -16,6 +16,7 @@ from lmcache_format.identity import Fingerprint, Identity
 from lmcache_format.superblock import Operation
 
 from .chunk_table import Bools, chunk_table
+from .clocks import looked_at_ms
 from .errors import Refused
 from .index import Index
 from .namespace import is_lossless_label
@@ -217,7 +218,7 @@ def plan_migrate(source: Store, target: Store, options: MigrateOptions = EVERYTH
             next_step="say that this is meant with --lossy, or choose a lossless codec",
         )
     plan = MigratePlan(options)
-    now_ms = source.backend.now_ms()
+    now_ms = source.backend.now_ms() if options.delete_source else looked_at_ms(source.backend)
     for fingerprint in chosen_namespaces(source, None):
         if not options.selection.has_namespace(fingerprint):
             continue

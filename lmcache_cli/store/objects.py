@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from lmcache_cli.backends import Backend, ObjectInfo
+from lmcache_cli.backends import Backend, NoSpace, ObjectInfo, Unavailable
 from lmcache_cli.backends.local.staging import is_stale, parse_staging_component
 from lmcache_format.errors import BadName, FormatError, UnsupportedVersion
 from lmcache_format.identity import Fingerprint, Identity
@@ -122,13 +122,18 @@ IDENTITY_ADVICE = (
 
 
 def _staging(backend: Backend) -> Iterator[Located]:
+    """Staging files. Where the store's clock cannot be asked, for it takes a write, none is called stale."""
     now_ms: int | None = None
     for info in backend.list(STAGING):
         component = info.name.rpartition("/")[2]
         if parse_staging_component(component) is None:
             yield _foreign(info)
             continue
-        now_ms = backend.now_ms() if now_ms is None else now_ms
+        if now_ms is None:
+            try:
+                now_ms = backend.now_ms()
+            except (Unavailable, NoSpace):
+                now_ms = 0
         stale = is_stale(component, age_ms=now_ms - info.modified_ms, older_than_ms=STAGING_GRACE_MS)
         place = Place.STALE_STAGING if stale else Place.STAGING
         yield Located(place, info.name, info.size_bytes, "left behind by a writer that ended" if stale else "")

@@ -13,6 +13,7 @@ from lmcache_format.geometry import part_bytes, whole_part
 from lmcache_format.identity import Fingerprint, Identity
 
 from .chunk_table import ChunkTable, chunk_table
+from .clocks import looked_at_ms
 from .index import Index
 from .manifest import DAY_MS
 from .objects import FoundIdentity, chosen_namespaces, find_identity
@@ -112,7 +113,7 @@ class StoreStats:
 
 def store_stats(store: Store, namespace: Fingerprint | None = None) -> StoreStats:
     """Count what the indexes list; no shard is looked at. Raises `NoSuchNamespace`, `BackendError`."""
-    today = store.backend.now_ms() // DAY_MS
+    today = looked_at_ms(store.backend) // DAY_MS
     found = tuple(
         _namespace_stats(store, find_identity(store, fingerprint), today)
         for fingerprint in chosen_namespaces(store, namespace)

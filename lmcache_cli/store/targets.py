@@ -11,6 +11,7 @@ from lmcache_format.identity import Fingerprint
 from lmcache_format.keys import Tokens, chunk_keys, next_key, root_key, token_words
 
 from .chunk_table import ChunkTable, chunk_table
+from .clocks import looked_at_ms
 from .documents import chunk_of
 from .index import Index
 from .objects import chosen_namespaces, find_identity
@@ -72,7 +73,7 @@ def held_pins(store: Store, namespace: Fingerprint) -> list[HeldPin]:
     """Pins of a namespace that hold now, by what they keep. Raises `BackendError`."""
     identity = find_identity(store, namespace).identity
     index = Index(store.backend, namespace)
-    now_ms = store.backend.now_ms()
+    now_ms = looked_at_ms(store.backend)
     table = chunk_table(index.state, None if identity is None else whole_part(identity))
     family = Family.of(table)
     chunk_tokens = 0 if identity is None else identity.chunk_tokens
