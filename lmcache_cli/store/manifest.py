@@ -168,7 +168,7 @@ class Manifest:
             if old not in objects:
                 continue
             newer = self._superseder(old, objects)
-            if newer is None or now - newer.modified_ms < grace_ms:
+            if newer is None or max(0, now - newer.modified_ms) < grace_ms:  # its clock may be a moment behind
                 continue
             try:
                 self._backend.delete(objects[old].name, version=objects[old].version)
