@@ -168,7 +168,8 @@ def copy_bytes(
     """Put a shard byte for byte, and compare its length and CRC32C with what stands there then; with `read_back`, read
     all of it and compare every checksum.
 
-    What does not come back goes to quarantine. `is_listed`: look there first, before anything is sent. Raises
+    What does not come back goes to quarantine, unless somebody put another sound write in its place meanwhile, which
+    stays. `is_listed`: look there first, before anything is sent. Raises
     `NotAsWritten`, `Blocked`, `NoSpace`, `Unavailable`.
     """
     if is_removed(shard.header.meta.nonce):
@@ -183,8 +184,16 @@ def copy_bytes(
         if read_back:
             confirm(backend, name, identity, shard.header)
     except NotAsWritten:
-        set_aside(backend, name)
-        raise
+        found = check_shard(backend, name, identity, with_data=True)
+        if found.health is Health.NEWER:
+            raise
+        other = found.header if found.health is Health.SOUND else None
+        if other is None or other.meta.nonce == shard.header.meta.nonce:
+            set_aside(backend, name, found.version)
+            raise
+        if is_removed(other.meta.nonce):  # whoever removed it sees to it
+            raise
+        return Copied(other, None, False, True, published.quarantined)
     return Copied(shard.header, crc32c, True, False, published.quarantined)
 
 

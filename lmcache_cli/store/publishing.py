@@ -80,7 +80,7 @@ def publish(
                     return Published(Publication.PRESENT, found=standing.header, quarantined=quarantined)
                 replace = True
             case Health.DAMAGED | Health.FOREIGN:
-                set_aside(backend, name)
+                set_aside(backend, name, standing.version)
                 quarantined = standing.reason
             case _:
                 refuse(name, standing)
@@ -95,13 +95,20 @@ def refuse(name: ShardName, standing: Checked) -> None:
         raise Blocked(f"{name.path} is of a newer format: {standing.reason}", next_step="use a newer release")
 
 
-def set_aside(backend: Backend, name: ShardName) -> None:
-    """Move what stands under a shard's name to quarantine. Raises `Blocked`, `Unavailable`."""
+def set_aside(backend: Backend, name: ShardName, version: str) -> None:
+    """Move what stands under a shard's name to quarantine, if it is of that version ("" stands for any): what another
+    writer put there meanwhile stays, or comes back. Raises `Blocked`, `Unavailable`."""
+    aside = name.quarantine_path
     try:
+        if _is_other(backend, name.path, version):
+            return
         try:
-            backend.move(name.path, name.quarantine_path)
+            backend.move(name.path, aside)
         except AlreadyExists:
-            backend.move(name.path, f"{name.quarantine_path}.{new_nonce()}")
+            aside += f".{new_nonce()}"
+            backend.move(name.path, aside)
+        if _is_other(backend, aside, version):
+            backend.move(aside, name.path)
     except NotFound:
         return
     except Obstructed as problem:
@@ -110,3 +117,14 @@ def set_aside(backend: Backend, name: ShardName) -> None:
         raise
     except BackendError as problem:
         raise Blocked(f"{name.path} cannot be moved to quarantine: {problem}") from problem
+
+
+def _is_other(backend: Backend, path: str, version: str) -> bool:
+    """True for an object that is surely not of that version. Where a move copies, versions tell nothing."""
+    if not version or not backend.capabilities.rename:
+        return False
+    try:
+        info = backend.stat(path)
+    except Obstructed:
+        return True
+    return info is not None and info.version != version

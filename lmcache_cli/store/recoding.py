@@ -167,7 +167,7 @@ def write_encoded(
     try:
         _compare(backend, meta, chunk, encoding)
     except NotAsWritten:
-        set_aside(backend, name)  # or readers would find it by its name
+        set_aside(backend, name, published.info.version)  # or readers would find it by its name
         raise
     checksum = whole_crc32c(parts) if backend.capabilities.object_crc32c else None
     return Written(entry_of(meta, published.info, checksum), True, published.quarantined)
