@@ -172,6 +172,11 @@ def is_segment_file_name(text: str) -> bool:
     return _SEGMENT_FILE.fullmatch(text) is not None
 
 
+def is_lossless_label(label: str) -> bool:
+    """True for `raw` and `bfx`; the label of a lossy encoding names a class of quality, too."""
+    return "-" not in label
+
+
 def new_ulid(time_ms: int) -> str:
     """A 26-character identifier that sorts by `time_ms` (Unix, 48 bits) and never repeats (80 random bits)."""
     number = (time_ms & 0xFFFF_FFFF_FFFF) << 80 | secrets.randbits(80)

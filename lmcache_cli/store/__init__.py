@@ -20,7 +20,9 @@ from .errors import (
     StoreTooNew,
 )
 from .events import Event, Events
-from .namespace import ChunkRef, Match, Namespace, PutStatus, ReadResult, WriterOptions
+from .live_index import WriterOptions
+from .matching import ChunkRef, Match, ReadResult
+from .namespace import Namespace, PutStatus
 from .reading import Fault, ReadFault
 from .state import Entry, State
 from .store import Store

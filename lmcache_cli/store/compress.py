@@ -11,7 +11,7 @@ from contextlib import closing, suppress
 
 from lmcache_cli.backends import Backend, BackendError, Unavailable
 from lmcache_format.errors import FormatError
-from lmcache_format.names import ShardName
+from lmcache_format.names import ShardName, is_lossless_label
 from lmcache_format.segment import RemoveReason
 from lmcache_format.shard import ShardHeader
 
@@ -19,7 +19,6 @@ from .checking import Health, check_shard
 from .compression import CompressOptions, CompressPlan, CompressResult, Fate, NamespacePlan, Outcome, plan_compress
 from .errors import StoreError
 from .ledger import Ledger
-from .namespace import is_lossless_label
 from .pace import Deadline, in_parallel
 from .reading import ReadFault
 from .recoding import (

@@ -13,7 +13,7 @@ from lmcache_cli.backends import Backend, Unavailable
 from lmcache_format.encodings import Encoding
 from lmcache_format.errors import FormatError
 from lmcache_format.identity import Fingerprint, Identity
-from lmcache_format.names import ShardName
+from lmcache_format.names import ShardName, is_lossless_label
 from lmcache_format.superblock import Operation
 
 from .checking import Health, check_shard
@@ -21,7 +21,6 @@ from .chunk_table import Bools
 from .codec_choice import choose_encoding
 from .errors import Refused
 from .index import Index
-from .namespace import is_lossless_label
 from .objects import chosen_namespaces, find_identity
 from .places import find_objects
 from .reading import ReadFault

@@ -13,6 +13,7 @@ from lmcache_format.identity import Fingerprint
 from lmcache_format.names import new_writer_id
 from lmcache_format.segment import Label, Pin, RemoveReason, Segment
 
+from . import wall_clock
 from .index import Index
 from .manifest import COMPACT_ABOVE_SEGMENTS, DEFAULT_GRACE_MS, Pending, Remove, combine, segment_of_pending
 from .state import Entry, State
@@ -87,7 +88,7 @@ class Ledger:
         if not self._pending:
             return
         self._backend.sync_names()
-        segment = segment_of_pending(self._fingerprint, self._pending, self.writer, _wall_ms())
+        segment = segment_of_pending(self._fingerprint, self._pending, self.writer, wall_clock.now_ms())
         self.index.manifest.write(segment, Durability.FULL)
         self._pending = Pending()
         self._own.append(segment)
@@ -108,7 +109,3 @@ class Ledger:
         self.index.refresh()
         state = combine(self.state, self._fingerprint, [*self.index.late_segments, *self._own])
         self.index.manifest.compact(state, self.writer, Durability.FULL, DEFAULT_GRACE_MS)
-
-
-def _wall_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -5,7 +5,6 @@ Everything it holds can be rebuilt from the shards, so a segment that cannot be 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -42,6 +41,7 @@ from lmcache_format.segment import (
     key_number,
 )
 
+from . import wall_clock
 from .errors import StoreError
 from .events import Event, Events
 from .state import Entry, State, merge
@@ -127,7 +127,7 @@ class Manifest:
 
     def write(self, segment: Segment, durability: Durability) -> str:
         """Publish a segment; returns its file name. Raises `BackendError`."""
-        name = SegmentName(self._fingerprint, new_ulid(_wall_ms()), segment.writer)
+        name = SegmentName(self._fingerprint, new_ulid(wall_clock.now_ms()), segment.writer)
         self._put(name, encode_segment(segment), durability)
         self._seen.add(name.file_name)
         self._live.add(name.file_name)
@@ -142,9 +142,9 @@ class Manifest:
         """
         gone_soon = self._present & set(self._superseded)  # named again, or who reads only this one would take them in
         superseded = tuple(sorted(self._live | gone_soon))
-        segment = segment_of_state(self._fingerprint, state, writer, _wall_ms(), superseded, grace_ms=grace_ms)
+        segment = segment_of_state(self._fingerprint, state, writer, wall_clock.now_ms(), superseded, grace_ms=grace_ms)
         data = encode_segment(segment)
-        name = SegmentName(self._fingerprint, new_ulid(_wall_ms()), writer)
+        name = SegmentName(self._fingerprint, new_ulid(wall_clock.now_ms()), writer)
         self._put(name, data, durability)
         if self._backend.read(name.path) != data:
             raise StoreError(f"{name.path} came back otherwise than it was written", next_step="check the device")
@@ -359,7 +359,3 @@ def _remove_records(
             0,
         )
     return records
-
-
-def _wall_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from lmcache_cli.backends import BackendError, Unavailable, VersionChanged
 from lmcache_format.errors import FormatError
 from lmcache_format.geometry import Part
-from lmcache_format.names import ShardName
+from lmcache_format.names import ShardName, is_lossless_label
 from lmcache_format.segment import RemoveReason, key_number
 
 from .checking import Health, check_shard
@@ -39,7 +39,6 @@ from .migration import (
     plan_migrate,
     target_label,
 )
-from .namespace import is_lossless_label
 from .pace import Deadline, Pace, in_parallel
 from .reading import ReadFault
 from .recoding import entry_of_header, read_decoded, recoded_meta, write_encoded

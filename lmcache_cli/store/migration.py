@@ -13,13 +13,13 @@ from lmcache_format.encodings import Encoding
 from lmcache_format.errors import GeometryError
 from lmcache_format.geometry import Part, rank_part
 from lmcache_format.identity import Fingerprint, Identity
+from lmcache_format.names import is_lossless_label
 from lmcache_format.superblock import Operation
 
 from .chunk_table import Bools, chunk_table
 from .clocks import looked_at_ms
 from .errors import Refused
 from .index import Index
-from .namespace import is_lossless_label
 from .objects import chosen_namespaces, find_identity
 from .overlap import refuse_overlap
 from .recoding import encoding_info

@@ -7,7 +7,6 @@ segments are moved to quarantine.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -20,6 +19,7 @@ from lmcache_format.names import QUARANTINE, ShardName, identity_path, new_nonce
 from lmcache_format.segment import RemoveReason, Segment
 from lmcache_format.superblock import Operation
 
+from . import wall_clock
 from .checking import Health, check_shard, contradicts_index
 from .errors import IncompleteListing
 from .index import ABSENT_ROW, Index, SegmentProblem, shown_path
@@ -89,7 +89,7 @@ class IndexChanges:
         self.added_bytes = 0
         self.num_dropped = 0
         self._fingerprint = fingerprint
-        self._now_ms = _wall_ms()
+        self._now_ms = wall_clock.now_ms()
         self._pending = Pending()
 
     def add(self, entry: Entry) -> None:
@@ -375,7 +375,3 @@ def _without(state: State, rows: list[int]) -> State:
     kept = np.ones(len(state), np.bool_)
     kept[rows] = False
     return replace(state, keys=state.keys[kept], adds=state.adds[kept])
-
-
-def _wall_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -9,6 +9,7 @@ from lmcache_cli.backends import Backend, Unavailable
 from lmcache_format.encodings import Encoding, get_encoding
 from lmcache_format.geometry import Part
 from lmcache_format.identity import Identity
+from lmcache_format.names import is_lossless_label
 from lmcache_format.shard import ShardHeader
 
 from .checking import Health, check_shard
@@ -16,7 +17,6 @@ from .chunk import ChunkBuffer
 from .copying import SourceFault
 from .coverage import pick
 from .errors import StoreError
-from .namespace import is_lossless_label
 from .recoding import Buffers, entry_of_header, provenance_of, read_into, recoded_meta, wanted_of, write_encoded
 from .selection import ListedShard
 from .state import Entry

@@ -23,7 +23,8 @@ from lmcache_format.superblock import MAX_SUPERBLOCK_BYTES, Operation, Superbloc
 
 from .errors import NoStore, NoSuchNamespace, Refused, StoreDamaged, StoreExists, StoreTooNew
 from .events import Event, Events
-from .namespace import Namespace, WriterOptions
+from .live_index import WriterOptions
+from .namespace import Namespace
 
 _CACHEDIR_TAG_TEXT = b"""Signature: 8a477f597d28d172789f06886806bc55
 # This directory holds key/value caches of language models, which can be computed again.

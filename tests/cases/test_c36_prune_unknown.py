@@ -45,7 +45,7 @@ PLANNING = {
     "the listing of the index": Fault("list", Fail(unavailable()), name="/m"),
     "half of the listing of the index": Fault("list", LoseResponse(unavailable()), name="/m"),
     "a segment of the index": Fault("read", Fail(unavailable()), name=".lmi"),
-    "the identity": Fault("read", Fail(unavailable()), name="ns.json"),
+    "the identity": Fault("open_read", Fail(unavailable()), name="ns.json"),
     "the clock": Fault("now_ms", Fail(unavailable())),
 }
 MARKING = {

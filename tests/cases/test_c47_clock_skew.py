@@ -44,8 +44,7 @@ def store(clock: Clock) -> Store:
 def write(store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch, ahead_ms: int, seed: int = 0) -> None:
     """By a host whose clock is that much ahead."""
     with monkeypatch.context() as patch:
-        for module in ("namespace", "manifest"):
-            patch.setattr(f"lmcache_cli.store.{module}._wall_ms", lambda: clock.now_ms + ahead_ms)
+        patch.setattr("lmcache_cli.store.wall_clock.now_ms", lambda: clock.now_ms + ahead_ms)
         with store.namespace(IDENTITY, create=True) as namespace:
             put_document(namespace, document(12, seed=seed))
 
@@ -119,7 +118,7 @@ def test_a_touch_from_the_future_keeps_for_now_and_not_for_ever(
 ):
     write(store, clock, monkeypatch, 0)
     with monkeypatch.context() as patch:
-        patch.setattr("lmcache_cli.store.namespace._wall_ms", lambda: clock.now_ms + 20 * DAY_MS)
+        patch.setattr("lmcache_cli.store.wall_clock.now_ms", lambda: clock.now_ms + 20 * DAY_MS)
         with store.namespace(IDENTITY, create=True) as namespace:
             assert hit(namespace, TOKENS) == 12
     clock.now_ms += 10 * DAY_MS

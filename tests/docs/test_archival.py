@@ -108,12 +108,12 @@ def hit(url: str | Path, tokens: list[int]) -> int:
 
 def make_store(folder: Path) -> None:
     """A document that was written and last used nine days ago, and one of today."""
-    from lmcache_cli.store import Store, namespace
+    from lmcache_cli.store import Store
 
     Store.create(str(folder)).close()
     then_s = time.time() - 9 * 86_400
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(namespace, "_wall_ms", lambda: int(then_s * 1000))
+        patch.setattr("lmcache_cli.store.wall_clock.now_ms", lambda: int(then_s * 1000))
         write(folder, "handbook.txt", OLD)
     for path in (folder / "ns").rglob("*"):
         if path.is_file():

@@ -305,8 +305,7 @@ def new_world() -> Iterator[World]:
             worlds[0].num_nonces += 1
             return f"{worlds[0].num_nonces:016x}"
 
-        for module in ("namespace", "manifest", "repair"):
-            patch.setattr(f"lmcache_cli.store.{module}._wall_ms", clock)
+        patch.setattr("lmcache_cli.store.wall_clock.now_ms", clock)
         patch.setattr("lmcache_cli.store.namespace.new_nonce", nonce)
         made = World()
         worlds.append(made)

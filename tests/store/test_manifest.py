@@ -239,9 +239,9 @@ def test_clocks_that_disagree_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> 
     times = iter([10 * hour, 2 * hour, 30 * hour, 4 * hour])
     for number in range(4):
         at = next(times)
-        monkeypatch.setattr(manifest_module, "_wall_ms", lambda at=at: at)
+        monkeypatch.setattr("lmcache_cli.store.wall_clock.now_ms", lambda at=at: at)
         flushed(manifest_on(backend), number)
-    monkeypatch.setattr(manifest_module, "_wall_ms", lambda: hour)
+    monkeypatch.setattr("lmcache_cli.store.wall_clock.now_ms", lambda: hour)
     compactor = manifest_on(backend)
     compactor.compact(merge(compactor.refresh()), "c", Durability.NONE, 0)
     assert nonces(manifest_on(backend)) == {DISTINCT[number].nonce for number in range(4)}
@@ -272,7 +272,7 @@ def test_superseded_segments_stay_for_the_grace_time() -> None:
 
 def test_a_reader_of_the_last_compaction_alone_reads_no_older_segment(monkeypatch: pytest.MonkeyPatch) -> None:
     times = itertools.count(1_000)
-    monkeypatch.setattr(manifest_module, "_wall_ms", lambda: next(times))
+    monkeypatch.setattr("lmcache_cli.store.wall_clock.now_ms", lambda: next(times))
     backend = MemoryBackend()
     for number in range(3):
         flushed(manifest_on(backend), number)

@@ -182,7 +182,7 @@ def test_a_pin_made_by_a_clock_that_is_ahead_can_be_taken_back(
 ):
     ahead = filled.backend.now_ms() + 7_200_000
     with filled.namespace(identity, create=True) as namespace, monkeypatch.context() as patch:
-        patch.setattr("lmcache_cli.store.namespace._wall_ms", lambda: ahead)
+        patch.setattr("lmcache_cli.store.wall_clock.now_ms", lambda: ahead)
         namespace.pin(refs(identity, FIRST)[0].key)
     with filled.namespace(identity, create=True) as namespace:
         namespace.unpin(refs(identity, FIRST)[0].key)
@@ -244,7 +244,7 @@ def test_the_models_that_were_replaced_go(store: Store, root: Path, monkeypatch:
         model = "example/other" if name == "other" else "example/tiny"
         identities[name] = renamed(tiny_identity(name=name), model=model)
         with monkeypatch.context() as patch:
-            patch.setattr("lmcache_cli.store.namespace._wall_ms", lambda days=days: now - days * DAY_MS)
+            patch.setattr("lmcache_cli.store.wall_clock.now_ms", lambda days=days: now - days * DAY_MS)
             with store.namespace(identities[name], create=True) as namespace:
                 put_document(namespace, FIRST)
     plan = plan_prune(store, PruneRules(stale_models=True))
