@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from lmcache_cli.backends import AlreadyExists, Backend, BackendError, Durability, VersionChanged
+from lmcache_cli.backends import AlreadyExists, Backend, BackendError, Capabilities, Durability, VersionChanged
 from lmcache_cli.backends.local import LocalBackend
 from lmcache_cli.backends.local.place import reads_directly
 from lmcache_cli.backends.local.staging import new_staging_component
@@ -63,8 +63,12 @@ def probe_backend(backend: Backend) -> Iterator[Probe]:
 class _Prober:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._promised = backend.capabilities
         self._names: list[str] = []
+
+    @property
+    def _promised(self) -> Capabilities:
+        """Asked for each time: what a service keeps is known once it was written to."""
+        return self._backend.capabilities
 
     def attempts(self) -> Iterator[tuple[str, Callable[[], str | None]]]:
         """Everything but the first one. An attempt returns what it saw, None where nothing is promised."""
