@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import lmcache_cli.store.namespace as namespace_module
-from lmcache_cli.backends import Unsupported
+from lmcache_cli.backends import Obstructed, Unsupported
 from lmcache_cli.store import Namespace, Refused, Store, StoreDamaged
 from lmcache_cli.store.prune import PruneRules, plan_prune
 from lmcache_cli.store.reading import Fault
@@ -145,6 +145,13 @@ def test_what_cannot_be_a_path_is_refused(path: str) -> None:
     for use in (Store.open, Store.create):
         with pytest.raises(Unsupported, match="cannot be a path"):
             use(path)
+
+
+def test_a_link_to_nothing_is_no_place_for_a_store(tmp_path: Path) -> None:
+    """It used to be told that somebody else had made a store there just now."""
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    with pytest.raises(Obstructed, match="a link to nothing"):
+        Store.create(str(tmp_path / "link"))
 
 
 # ---- readers whose threads are gone ---------------------------------------------------------------------------------

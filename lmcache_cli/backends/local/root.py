@@ -69,7 +69,10 @@ class Root:
         """The descriptor, after making the directory if there never was one."""
         found = self._seen()
         if found is None:
-            Path(self.path).mkdir(parents=True, exist_ok=True)
+            try:
+                Path(self.path).mkdir(parents=True, exist_ok=True)
+            except FileExistsError as error:
+                raise Obstructed(f"{self.path}: a link to nothing stands there; give another store path") from error
             found = self.fd()
             self._sync_path(str(Path(self.path).parent))
         return found
