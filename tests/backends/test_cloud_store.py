@@ -205,13 +205,18 @@ def test_server_killed_while_chunks_are_written_loses_none_that_was_confirmed(s3
         namespace.flush()
         confirmed.append(tokens)
 
+    def write_and_kill(namespace: Namespace, tokens: list[int]) -> None:
+        """The server goes right after the first confirmation, while another writer is in the middle of its chunk."""
+        write(namespace, tokens)
+        with killing:
+            if len(confirmed) == 1:
+                s3_bucket.server.kill()
+
+    killing = threading.Lock()
     with Store.open(bare) as store:
         namespace = store.namespace(identity, create=True)
-        killer = threading.Timer(0.6, s3_bucket.server.kill)
-        killer.start()
         with ThreadPoolExecutor(2) as pool:
-            works = [pool.submit(write, namespace, tokens) for tokens in documents]
-        killer.join()
+            works = [pool.submit(write_and_kill, namespace, tokens) for tokens in documents]
         failures = [work.exception() for work in works if work.exception() is not None]
         assert all(isinstance(failure, Unavailable) for failure in failures)
         assert failures, "the server was killed too late to matter"
