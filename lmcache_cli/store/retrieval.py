@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 from asyncio import CancelledError
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from lmcache_cli.backends import AlreadyExists, Backend, BackendError, NotFound, Obstructed, ShortRead
 from lmcache_format.errors import FormatError, UnsupportedVersion
@@ -83,20 +84,28 @@ class Retrieval(LiveIndex):
         """
         outcomes: list[int | ReadFault | None] = [None] * len(chunks)
         waiting = deque(range(len(chunks)))
+        at_work: list[threading.Event] = []  # set when a thread is done; a thread is in here before it takes a chunk
 
         def work() -> None:
-            while waiting:
-                try:
+            done = threading.Event()
+            at_work.append(done)
+            try:
+                while waiting:
                     number = waiting.popleft()
-                except IndexError:  # another thread was quicker
-                    return
-                outcomes[number] = self._read_guarded(chunks[number], out[number])
-                if self._waits_for_device and spare:
-                    try:
+                    outcomes[number] = self._read_guarded(chunks[number], out[number])
+                    if self._waits_for_device and spare:
                         spare.pop()
-                    except IndexError:  # another thread was quicker
-                        continue
-                    workers.append(self._readers.submit(work))
+                        workers.append(self._readers.submit(work))
+            except IndexError:  # another thread was quicker
+                return
+            finally:
+                done.set()
+
+        def stop() -> None:
+            """Nobody takes a chunk any more; wait for those who are at one."""
+            waiting.clear()
+            for done in at_work:
+                done.wait()
 
         is_large = out[0].size_bytes >= LARGE_CHUNK_BYTES if chunks else False
         at_once = min(self._reader_threads, max(2, min(4, os.cpu_count() or 1)))
@@ -105,16 +114,14 @@ class Retrieval(LiveIndex):
         workers: list[Future[None]] = []
         try:
             for _ in range(min(at_once, len(chunks))):
-                workers.append(self._readers.submit(work))  # noqa: PERF401  those that started are waited for
+                workers.append(self._readers.submit(work))  # noqa: PERF401  one may start while the next is not there
             for worker in workers:
                 worker.result()
         except RuntimeError as problem:  # closed meanwhile, or the process ends: nothing starts any more
-            waiting.clear()
-            wait(workers)
+            stop()
             self.events.problem(Event.READ_UNAVAILABLE, self.fingerprint, problem)
         except BaseException:
-            waiting.clear()
-            wait(workers)
+            stop()
             raise
         return [
             self._unread(chunk) if outcome is None else outcome for chunk, outcome in zip(chunks, outcomes, strict=True)
@@ -185,7 +192,7 @@ class Retrieval(LiveIndex):
                 self._forget(entry, None)
             case Fault.MISSING:
                 self.events.problem(Event.READ_MISSING, fault.path, fault.reason)
-                self._forget(entry, RemoveReason.MISSING)
+                self._forget(entry, None)  # by this process: what is away for a moment is not gone for good
             case Fault.FOREIGN:
                 self.events.problem(Event.READ_FOREIGN, fault.path, fault.reason)
                 self._condemn(wanted, entry)

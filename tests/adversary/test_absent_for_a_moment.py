@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from lmcache_cli.store import Store
 from lmcache_cli.store.sweep import sweep
 from tests.store.pattern import document, hit, put_document, tiny_identity
@@ -14,10 +12,6 @@ TOKENS = document(4 * 3 + 3)
 IDENTITY = tiny_identity()
 
 
-@pytest.mark.xfail(
-    reason="a reader publishes a remove for what it does not find, where SPEC §12.2 drops it from the view alone; "
-    "a sweep then deletes sound shards that came back"
-)
 def test_shards_that_come_back_are_found_again_and_never_swept(tmp_path: Path) -> None:
     root = tmp_path / "store"
     with Store.create(str(root)) as store:
