@@ -25,6 +25,7 @@ from .reading import Fault, ReadFault, Wanted, check_wanted, read_header, read_p
 from .state import Entry
 
 _TRIES = 3
+LEAST_READERS = 2
 LARGE_CHUNK_BYTES = 16 << 20
 """Chunks this large are worth more readers than there are cores while they wait for a device."""
 
@@ -80,7 +81,7 @@ class Retrieval(LiveIndex):
         """Returns or raises (KeyboardInterrupt) only when no thread writes to the buffers any more.
 
         Every thread takes the next chunk when it is done with one: a future a chunk would wake this thread each time.
-        Where the bytes are in memory few threads do best; those that wait for a device get help.
+        There are few threads at first, and more where that pays.
         """
         outcomes: list[int | ReadFault | None] = [None] * len(chunks)
         waiting = deque(range(len(chunks)))
@@ -93,7 +94,7 @@ class Retrieval(LiveIndex):
                 while waiting:
                     number = waiting.popleft()
                     outcomes[number] = self._read_guarded(chunks[number], out[number])
-                    if self._waits_for_device and spare:
+                    if waiting and len(workers) < self._most_readers(is_large):
                         spare.pop()
                         workers.append(self._readers.submit(work))
             except IndexError:  # another thread was quicker
@@ -108,8 +109,8 @@ class Retrieval(LiveIndex):
                 done.wait()
 
         is_large = out[0].size_bytes >= LARGE_CHUNK_BYTES if chunks else False
-        at_once = min(self._reader_threads, max(2, min(4, os.cpu_count() or 1)))
-        spare = deque(range(self._reader_threads - at_once if is_large else 0))
+        at_once = min(self._reader_threads, LEAST_READERS)
+        spare = deque(range(self._reader_threads - at_once))
         self._waits_for_device = False
         workers: list[Future[None]] = []
         try:
@@ -126,6 +127,13 @@ class Retrieval(LiveIndex):
         return [
             self._unread(chunk) if outcome is None else outcome for chunk, outcome in zip(chunks, outcomes, strict=True)
         ]
+
+    def _most_readers(self, is_large: bool) -> int:
+        """From memory one more than there are cores keeps them busy; a device is busy with few, but for large chunks,
+        whose checksums take long."""
+        if self._waits_for_device:
+            return self._reader_threads if is_large else LEAST_READERS
+        return min(self._reader_threads, max(3, min(4, os.cpu_count() or 1)))
 
     def _read_guarded(self, chunk: ChunkRef, out: ChunkBuffer) -> int | ReadFault:
         try:
