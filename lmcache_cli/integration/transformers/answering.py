@@ -15,8 +15,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from lmcache_cli.integration.errors import AnswerFailed
 from lmcache_cli.integration.producer import TokenIds
 from lmcache_format.identity import Identity
@@ -24,8 +22,6 @@ from lmcache_format.keys import token_words
 
 if TYPE_CHECKING:
     from lmcache_cli.integration.transformers.engine import TransformersEngine
-    from lmcache_cli.integration.transformers.reusable_cache import ReusableCache
-    from lmcache_cli.store import Namespace
 
 _MODULE = "lmcache_cli.integration.transformers.answering"
 
@@ -106,18 +102,9 @@ def answer(request: AnswerRequest) -> Answer:
     return Answer(request.way, answer_tokens, ttft_s, prefix, 0, load_s)
 
 
-def read_prefix(namespace: Namespace, cache: ReusableCache, tokens: TokenIds, salt: str | None) -> int:
-    """Fill a cache with what the store has of a prompt; returns the bytes read. What cannot be read is left out."""
-    chunks = namespace.match(tokens, salt=salt).chunks()
-    buffers = [namespace.buffer(chunk.num_tokens) for chunk in chunks]
-    result = namespace.read(chunks, buffers)
-    for buffer in buffers[: result.num_chunks]:
-        cache.add(buffer.num_tokens, np.frombuffer(buffer.memory, np.uint8))
-    return result.bytes_read
-
-
 def _answer_from_store(request: AnswerRequest, engine: TransformersEngine, tokens: TokenIds, load_s: float) -> Answer:
     from lmcache_cli.integration.transformers.reusable_cache import ReusableCache
+    from lmcache_cli.integration.transformers.stored_prefix import fill_prefix
     from lmcache_cli.store import Store
 
     allow_unverified = not engine.identity.is_verified
@@ -125,9 +112,11 @@ def _answer_from_store(request: AnswerRequest, engine: TransformersEngine, token
         Store.open(request.store) as store,
         store.namespace(engine.identity, allow_unverified=allow_unverified) as namespace,
     ):
+        cache = ReusableCache(
+            engine.identity, tokens, spare_tokens=request.max_tokens
+        )  # as the others' before the clock
         started = time.perf_counter()
-        cache = ReusableCache(engine.identity, tokens, spare_tokens=request.max_tokens)
-        bytes_read = read_prefix(namespace, cache, tokens, request.salt)
+        bytes_read = fill_prefix(namespace, cache, salt=request.salt)
         hit_tokens = cache.num_tokens
         answer_tokens, ttft_s = _timed_greedy(engine, cache.past_key_values, cache.suffix, request.max_tokens, started)
     return Answer(request.way, answer_tokens, ttft_s, hit_tokens, bytes_read, load_s)

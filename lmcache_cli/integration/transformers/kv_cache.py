@@ -7,8 +7,6 @@ sliding-window models, which mask what is out of the window, keep everything a c
 
 from __future__ import annotations
 
-import mmap
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +14,12 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from lmcache_cli.backends.buffers import HUGE_PAGE_BYTES, AlignedBuffer
 from lmcache_cli.integration.producer import ChunkData
 from lmcache_format.dtypes import Dtype
 from lmcache_format.identity import Identity
 
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.F16: torch.float16, Dtype.F32: torch.float32}
-_HUGE_PAGE_BYTES = 2 << 20
 
 
 class RoomyLayer(DynamicLayer):
@@ -116,7 +114,7 @@ class CacheShape:
 class RoomyCache(DynamicCache):
     """A `DynamicCache` of `RoomyLayer`s for a batch of `num_rows`, with room for `capacity` tokens each.
 
-    Allocated at once; on the CPU from huge pages, where a page fault costs more than copying what goes on the page.
+    Allocated at once; on the CPU from huge pages, faulted in: a fault costs more than copying what goes on the page.
     """
 
     def __init__(self, shape: CacheShape, num_rows: int, capacity: int, device: torch.device) -> None:
@@ -215,12 +213,7 @@ class RoomyCache(DynamicCache):
 
 
 def _allocate(num_bytes: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Uninitialised memory as a flat tensor."""
-    if device.type != "cpu" or num_bytes < _HUGE_PAGE_BYTES:
+    """Memory as a flat tensor; on the CPU it is faulted in, so that filling it costs no more than the copy."""
+    if device.type != "cpu" or num_bytes < HUGE_PAGE_BYTES:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device).view(dtype)
-    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if sys.platform == "linux":
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    raw = np.frombuffer(memory, dtype=np.uint8)
-    offset = -raw.ctypes.data % _HUGE_PAGE_BYTES
-    return torch.from_numpy(raw[offset : offset + num_bytes]).view(dtype)
+    return torch.frombuffer(AlignedBuffer(num_bytes).view(num_bytes), dtype=torch.uint8).view(dtype)

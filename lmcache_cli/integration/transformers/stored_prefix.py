@@ -10,7 +10,6 @@ import torch
 from lmcache_cli.integration.producer import TokenIds
 from lmcache_cli.integration.transformers.reusable_cache import SPARE_TOKENS, ReusableCache
 from lmcache_cli.store.namespace import Namespace
-from lmcache_format.keys import token_words
 
 _BUFFERS = 4
 """Chunks in flight. Their memory is used again and again, which costs no page faults and stays small."""
@@ -30,16 +29,23 @@ def load_prefix(
     of the answer to expect. Blocks while reading. Every byte is verified; a chunk that cannot be read ends the prefix
     there and is no error.
     """
-    words = token_words(prompt)
-    cache = ReusableCache(namespace.identity, words, spare_tokens=spare_tokens, device=device)
-    chunks = namespace.match(words, salt=salt).chunks()
+    cache = ReusableCache(namespace.identity, prompt, spare_tokens=spare_tokens, device=device)
+    fill_prefix(namespace, cache, salt=salt)
+    return cache
+
+
+def fill_prefix(namespace: Namespace, cache: ReusableCache, *, salt: str | bytes | None) -> int:
+    """Read what is stored and sound of an empty cache's prompt into it; returns the bytes read. See `load_prefix`."""
+    chunks = namespace.match(cache.suffix, salt=salt).chunks()
     buffers = [namespace.buffer() for _ in chunks[:_BUFFERS]]
+    bytes_read = 0
     for first in range(0, len(chunks), _BUFFERS):
         group = chunks[first : first + _BUFFERS]
         out = [buffer.for_tokens(chunk.num_tokens) for buffer, chunk in zip(buffers, group, strict=False)]
-        good = namespace.read(group, out).num_chunks
-        for buffer in out[:good]:
+        result = namespace.read(group, out)
+        bytes_read += result.bytes_read
+        for buffer in out[: result.num_chunks]:
             cache.add(buffer.num_tokens, np.frombuffer(buffer.memory, dtype=np.uint8))
-        if good < len(group):
+        if result.num_chunks < len(group):
             break
-    return cache
+    return bytes_read
