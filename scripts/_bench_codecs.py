@@ -79,6 +79,21 @@ def speed_rows(per_kind: int, repeat: int) -> Iterator[Row]:
     yield from scaling_rows(chunks)
 
 
+def bfx_rows(per_kind: int, repeat: int) -> Iterator[Row]:
+    """`bfx` alone, beside zipnn: the group of `scripts/bench_store`."""
+    torch.set_num_threads(2)
+    chunks = real_chunks(per_kind)
+    trials = [
+        prepare(codec, chunks) for codec in (*(one for one in other_codecs() if one.name == "zipnn"), our_codec("bfx"))
+    ]
+    for _ in range(repeat):
+        for trial in trials:
+            run_once(trial)
+    zipnn = next((trial for trial in trials if trial.codec.name == "zipnn"), None)
+    for trial in trials:
+        yield from rows_of(trial, zipnn)
+
+
 def real_chunks(per_kind: int) -> list[Chunk]:
     """Every second chunk of the documents."""
     model = load_model(torch.bfloat16)

@@ -438,7 +438,7 @@ def _memory(directory: Path, repeat: int) -> Iterator[Row]:
 def _bfx(directory: Path, repeat: int) -> Iterator[Row]:
     from _bench_codecs import bfx_rows
 
-    yield from bfx_rows()
+    yield from bfx_rows(per_kind=2, repeat=repeat)
 
 
 def _warm(directory: Path, repeat: int) -> Iterator[Row]:
