@@ -91,14 +91,11 @@ class Retrieval(LiveIndex):
             done = threading.Event()
             at_work.append(done)
             try:
-                while waiting:
-                    number = waiting.popleft()
+                while (number := _taken(waiting)) is not None:
                     outcomes[number] = self._read_guarded(chunks[number], out[number])
-                    if waiting and len(workers) < self._most_readers(is_large):
-                        spare.pop()
+                    pays = waiting and len(workers) < self._most_readers(is_large)
+                    if pays and _taken(spare) is not None:
                         workers.append(self._readers.submit(work))
-            except IndexError:  # another thread was quicker
-                return
             finally:
                 done.set()
 
@@ -132,7 +129,7 @@ class Retrieval(LiveIndex):
         """From memory one more than there are cores keeps them busy; a device is busy with few, but for large chunks,
         whose checksums take long."""
         if self._waits_for_device:
-            return self._reader_threads if is_large else LEAST_READERS
+            return self._reader_threads if is_large else min(self._reader_threads, LEAST_READERS)
         return min(self._reader_threads, max(3, min(4, os.cpu_count() or 1)))
 
     def _read_guarded(self, chunk: ChunkRef, out: ChunkBuffer) -> int | ReadFault:
@@ -270,3 +267,11 @@ def damaged_version(backend: Backend, wanted: Wanted) -> str | None:
 def _is_whole(pieces: Sequence[tuple[int, Part]], need: Part) -> bool:
     area = sum(piece.num_layers * piece.num_heads for _, piece in pieces)
     return area == need.num_layers * need.num_heads
+
+
+def _taken(numbers: deque[int]) -> int | None:
+    """The first of what is left, for this thread alone; None where nothing is."""
+    try:
+        return numbers.popleft()
+    except IndexError:
+        return None
