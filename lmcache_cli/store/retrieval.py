@@ -51,7 +51,7 @@ class Retrieval(LiveIndex):
 
         Blocks. Every byte counted in the result was verified; buffers beyond `num_chunks` hold unspecified bytes. Never
         raises for what is found in the store: a chunk that cannot be read ends the result, and is handled by its kind:
-        missing ones leave the index, damaged ones go to quarantine, unreachable ones stay.
+        missing ones leave this process's view, damaged ones go to quarantine, unreachable ones stay.
         """
         if len(out) < len(chunks):
             raise Refused(f"{len(chunks)} chunks need as many buffers, got {len(out)}")
