@@ -26,6 +26,7 @@ from yarl import URL
 
 from lmcache_cli.backends.cloud.backend import CloudBackend
 from lmcache_cli.backends.cloud.body import Body
+from lmcache_cli.backends.cloud.bucket import Bucket
 from lmcache_cli.backends.cloud.checksums import crc32c_of
 from lmcache_cli.backends.cloud.service import Conditions, Page, Remote
 from lmcache_cli.backends.cloud.urls import BucketUrl, is_true, redacted
@@ -83,7 +84,7 @@ class GcsBody:
         self._answer.close()
 
 
-class GcsService:
+class GcsService(Bucket):
     """See `CloudService`."""
 
     no_version = "1"
@@ -92,13 +93,10 @@ class GcsService:
     def __init__(self, where: BucketUrl) -> None:
         if where.key or where.secret:
             raise Unsupported(f"{where.shown(_PUBLIC)}: keys have no place in {where.scheme}:// URLs; use ?token=…")
-        self._where = where
-        self.url = where.shown(_PUBLIC)
-        self._secrets = where.secrets(_PUBLIC)
+        super().__init__(where, _PUBLIC)
         self._prefix = f"{where.prefix}/" if where.prefix else ""
         self._file_system: Any = None
         self._connecting: asyncio.Lock | None = None
-        self._bucket_is_there = False
 
     async def connect(self) -> Any:
         """The file system of gcsfs with an open session, made on first use."""
@@ -269,16 +267,6 @@ class GcsService:
                 raise Refusal(answer.status, (await answer.read()).decode("utf-8", "replace"))
         return answer
 
-    async def _check_bucket(self) -> None:
-        """Absent means absent only in a bucket that exists; the status does not tell."""
-        if not self._bucket_is_there:
-            await self.now_ms()
-
-    def _no_bucket(self) -> Unavailable:
-        return Unavailable(
-            f"{self.url}: there is no bucket {self._where.bucket!r}; make it, or correct the URL", transient=False
-        )
-
     @contextmanager
     def translating(self, doing: str, name: str, taken: str | None = None) -> Iterator[None]:
         """Turns what session, credentials and answers raise into the errors of `errors.py`."""
@@ -292,10 +280,6 @@ class GcsService:
             raise self._unavailable(error, doing, name, transient=False) from error
         except (aiohttp.ClientError, TimeoutError, OSError, KeyError, ValueError) as error:
             raise self._unavailable(error, doing, name, transient=True) from error
-
-    def _unavailable(self, error: Exception, doing: str, name: str, *, transient: bool) -> Unavailable:
-        said = redacted(f"{type(error).__name__}: {error}", self._secrets)
-        return Unavailable(f"{name}: could not {doing} in {self.url}: {said}", name=name, transient=transient)
 
     def _answered(self, error: Refusal, doing: str, name: str, taken: str) -> BackendError:
         status = error.status

@@ -24,6 +24,7 @@ from botocore.utils import parse_timestamp
 
 from lmcache_cli.backends.cloud.backend import CloudBackend
 from lmcache_cli.backends.cloud.body import Body
+from lmcache_cli.backends.cloud.bucket import Bucket
 from lmcache_cli.backends.cloud.checksums import crc32c_of
 from lmcache_cli.backends.cloud.service import Conditions, Page, Remote
 from lmcache_cli.backends.cloud.urls import BucketUrl, is_true, redacted
@@ -78,21 +79,18 @@ class S3Body:
         self._body.close()
 
 
-class S3Service:
+class S3Service(Bucket):
     """See `CloudService`. Versions are ETags: a hash of the bytes, or at least different for different bytes."""
 
     no_version = '"00000000000000000000000000000000"'
     lists_crc32c = False
 
     def __init__(self, where: BucketUrl) -> None:
-        self._where = where
-        self.url = where.shown(_PUBLIC)
-        self._secrets = where.secrets(_PUBLIC)
+        super().__init__(where, _PUBLIC)
         self._prefix = f"{where.prefix}/" if where.prefix else ""
         self._client: Any = None
         self._file_system: Any = None
         self._connecting: asyncio.Lock | None = None
-        self._bucket_is_there = False
 
     async def documented_conditions(self) -> Conditions | None:
         """AWS keeps both; of others nobody knows."""
@@ -254,16 +252,6 @@ class S3Service:
     def _payer(self, method: str) -> dict[str, str]:
         return {"RequestPayer": "requester"} if is_true(self._where.options.get("requester_pays", "")) else {}
 
-    async def _check_bucket(self) -> None:
-        """Absent means absent only in a bucket that exists; answers without a body do not tell."""
-        if not self._bucket_is_there:
-            await self.now_ms()
-
-    def _no_bucket(self) -> Unavailable:
-        return Unavailable(
-            f"{self.url}: there is no bucket {self._where.bucket!r}; make it, or correct the URL", transient=False
-        )
-
     @contextmanager
     def translating(self, doing: str, name: str, taken: str | None = None) -> Iterator[None]:
         """Turns what client and connection raise into the errors of `errors.py`."""
@@ -277,10 +265,6 @@ class S3Service:
             raise self._unavailable(error, doing, name, transient=True) from error
         except (boto.BotoCoreError, ValueError) as error:  # credentials, profiles, parameters
             raise self._unavailable(error, doing, name, transient=False) from error
-
-    def _unavailable(self, error: Exception, doing: str, name: str, *, transient: bool) -> Unavailable:
-        said = redacted(f"{type(error).__name__}: {error}", self._secrets)
-        return Unavailable(f"{name}: could not {doing} in {self.url}: {said}", name=name, transient=transient)
 
     def _answered(self, error: boto.ClientError, doing: str, name: str, taken: str) -> BackendError:
         status, code = _status(error), _code(error)
