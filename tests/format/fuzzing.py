@@ -49,6 +49,7 @@ from lmcache_format.segment import Segment, decode_segment, encode_segment  # no
 from lmcache_format.shard import ShardHeader, header_bytes, parse_header  # noqa: E402
 from lmcache_format.superblock import Operation, Superblock  # noqa: E402
 from tests.format.judge import decoded  # noqa: E402
+from tests.peak_memory import peak_bytes  # noqa: E402
 
 MAX_SECONDS_PER_INPUT = 2.0
 NUMBERS = (
@@ -439,18 +440,18 @@ def main() -> int:
     arguments = parser.parse_args()
     fuzzer = Fuzzer(arguments.seed, sound_files())
     fuzzer.run(600)  # caches and allocator warm
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_bytes()
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + arguments.memory_mib * 1024 * 1024
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     began = time.perf_counter()
     outcome = fuzzer.run(arguments.count)
     took = time.perf_counter() - began
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    after = peak_bytes()
     report = {
         "accepted": outcome.accepted,
         "errors": dict(sorted(outcome.errors.items())),
-        "grown_mib": round((after - before) / 1024, 1),
+        "grown_mib": round((after - before) / 1024**2, 1),
         "inputs": arguments.count,
         "inputs_per_s": round(arguments.count / took),
         "slowest_ms": round(1000 * outcome.slowest_s, 1),

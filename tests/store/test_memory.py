@@ -10,6 +10,7 @@ import pytest
 
 from lmcache_cli.store import Store, WriterOptions
 from lmcache_format.identity import Identity
+from tests.peak_memory import peak_bytes
 from tests.store.pattern import document, put_document, tiny_identity
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,12 +37,6 @@ def retrieve(root: str) -> None:
         result = namespace.read(match.chunks(), buffers)
         assert result.num_tokens == len(tokens)
         sys.stdout.write(f"{peak_bytes() - before} {sum(b.size_bytes for b in buffers)}\n")
-
-
-def peak_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
 
 
 @pytest.mark.slow
