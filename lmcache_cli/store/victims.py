@@ -66,6 +66,11 @@ class Family:
             result[children] |= result[self.parents[children]]
         return result
 
+    def count_children(self, chosen: Bools) -> Ints:
+        """For every chunk how many of the chosen ones come right after it."""
+        parents = self.parents[chosen & (self.parents != NO_PARENT)]
+        return np.bincount(parents, minlength=len(self.table)).astype(np.int64)
+
     def closed(self, chosen: Bools) -> Bools:
         """The chosen chunks without those that have one after them that was not chosen."""
         return chosen & ~self.with_ancestors(~chosen)
@@ -166,13 +171,15 @@ def choose_prompt(candidates: Candidates, root: ChunkKey, words: npt.NDArray[np.
     chosen = family.with_descendants(chosen)
     names = _label_names(table)
     own = {name for chunk in np.flatnonzero(chosen) for name in names.get(table.key_of(int(chunk)), ())}
+    num_staying = family.count_children(~chosen)
     for chunk in reversed(chain):
         if chunk is None or chosen[chunk]:
             continue
-        children = np.flatnonzero(family.parents == chunk)
-        if not chosen[children].all() or names.get(table.key_of(chunk), set()) - own:
+        if num_staying[chunk] or names.get(table.key_of(chunk), set()) - own:
             break
         chosen[chunk] = True
+        if family.parents[chunk] != NO_PARENT:
+            num_staying[family.parents[chunk]] -= 1
     return family.closed(chosen & ~candidates.is_kept)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
@@ -390,6 +391,37 @@ def test_a_tail_that_the_prompt_begins_with_goes_and_another_stays():
     table = prompt_table(FIRST, other, shorter)
     assert chosen_keys(table, FIRST) == keys(FIRST, 3) | keys(shorter, 3)
     assert next_key(refs(IDENTITY, FIRST)[2].key, other[3 * CHUNK_TOKENS :])[:16] not in chosen_keys(table, FIRST)
+
+
+class CountedArray(np.ndarray):
+    """Counts the elements that are read of it, by arithmetic or by number."""
+
+    num_read = 0
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        CountedArray.num_read += max(np.size(one) for one in inputs)
+        return getattr(ufunc, method)(*(np.asarray(one) for one in inputs), **options)
+
+    def __getitem__(self, place: Any) -> Any:
+        CountedArray.num_read += np.size(place)
+        return np.asarray(self)[place]
+
+
+def elements_read(num_chunks: int) -> int:
+    """How many elements of the chunks' parents are looked at to choose a prompt of so many chunks."""
+    tokens = document(num_chunks * CHUNK_TOKENS)
+    candidates = Candidates.of(prompt_table(tokens), NOW_MS)
+    family = replace(candidates.family, parents=candidates.family.parents.view(CountedArray))
+    CountedArray.num_read = 0
+    root = root_key(IDENTITY.fingerprint)
+    # What comes behind the prompt's end is not there, so that every chunk is looked at on its own.
+    chosen = choose_prompt(replace(candidates, family=family), root, token_words([*tokens, *tokens[:4]]), CHUNK_TOKENS)
+    assert chosen.all()
+    return CountedArray.num_read
+
+
+def test_a_prompt_twice_as_long_takes_twice_the_work():
+    assert elements_read(400) <= 2.1 * elements_read(200)
 
 
 @settings(max_examples=50)
