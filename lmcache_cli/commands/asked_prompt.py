@@ -1,34 +1,47 @@
-"""A prompt that was asked about, and the answer to why it would miss."""
+"""A prompt that a command is about, and the model it is for, as given on the command line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from lmcache_cli.commands.command import Session
-from lmcache_cli.commands.model_options import tokenize
+import typer
+
+from lmcache_cli.commands.command import literal, utf8_text
+from lmcache_cli.commands.model_options import (
+    AllowUnverified,
+    ChatTemplate,
+    ChunkTokens,
+    KvDtype,
+    Name,
+    PerhapsModel,
+    Revision,
+    Salt,
+    identify_model,
+    tokenize,
+)
 from lmcache_cli.errors import Refused
-from lmcache_cli.exit_codes import ExitCode
-from lmcache_cli.rendering import fields_of
 
 if TYPE_CHECKING:
     from lmcache_cli.integration.prompts import Prompt
-    from lmcache_cli.integration.transformers.model_identity import IdentifiedModel
-    from lmcache_cli.store.explain import Explanation
-
-DIFFERENCE_COLUMNS = ("namespace", "model", "hit_tokens", "field", "wanted", "stored")
+    from lmcache_cli.integration.warming import WarmDocument
+    from lmcache_format import Identity
 
 
 @dataclass(frozen=True, slots=True)
 class AskedPrompt:
-    """A prompt as given on the command line: at most one of the first three is."""
+    """The options that name a prompt: at most one of the first three is given."""
 
-    text: str | None
-    text_file: str | None
-    tokens_file: str | None
-    as_chat: bool
-    salt: str | None
+    text: Annotated[str | None, typer.Option("--prompt", parser=utf8_text, help="A prompt: this text.")] = None
+    text_file: Annotated[
+        str | None, typer.Option("--prompt-file", parser=literal, metavar="FILE", help="A prompt: a file of text.")
+    ] = None
+    tokens_file: Annotated[
+        str | None,
+        typer.Option("--tokens", parser=literal, metavar="FILE.json", help="A prompt: a JSON list of token ids."),
+    ] = None
+    as_chat: ChatTemplate = False
+    salt: Salt = None
 
     @property
     def is_given(self) -> bool:
@@ -49,45 +62,39 @@ class AskedPrompt:
         return Prompt("--prompt", text=self.text, salt=self.salt)
 
 
-def explain_miss(
-    session: Session, asked: AskedPrompt, model: str | None, identify: Callable[[str], IdentifiedModel]
-) -> ExitCode:
-    """Prints how much of the prompt would hit under the model, and what differs where it does not."""
-    from lmcache_cli.store import Store
-    from lmcache_cli.store.explain import explain_prompt
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """The options that name the model of a prompt."""
 
-    if model is None:
-        raise Refused("a prompt is looked up for a model, and none is named", "pass --model DIR")
-    url = session.settings.required_store()
-    prompt = asked.read()
-    with Store.open(url) as store:
-        identified = identify(model)
+    model: PerhapsModel = None
+    name: Name = None
+    revision: Revision = None
+    dtype: KvDtype = None
+    chunk_tokens: ChunkTokens = 256
+    allow_unverified: AllowUnverified = False
+
+    def required(self) -> str:
+        """The model as named. Raises Refused where none is."""
+        if self.model is None:
+            raise Refused("a prompt is looked up for a model, and none is named", "pass --model DIR")
+        return self.model
+
+    def refuse_without(self, asked: AskedPrompt) -> None:
+        """Raises Refused where a model is named and no prompt for it."""
+        if self.model is not None and not asked.is_given:
+            raise Refused("--model without a prompt", "add --prompt, --prompt-file or --tokens")
+
+    def read(self, asked: AskedPrompt) -> tuple[Identity, WarmDocument]:
+        """The identity and the token ids of a prompt. Raises Refused where no model is named, and `PromptError`."""
+        model = self.required()
+        prompt = asked.read()
+        identified = identify_model(
+            model,
+            name=self.name,
+            revision=self.revision,
+            dtype=self.dtype,
+            chunk_tokens=self.chunk_tokens,
+            allow_unverified=self.allow_unverified,
+        )
         (document,) = tokenize(identified, [prompt], as_chat=asked.as_chat)
-        explanation = explain_prompt(store, identified.identity, document.tokens, document.salt)
-    shown = fields_of(explanation)
-    if not session.output.json_lines:
-        del shown["sentences"], shown["elsewhere"]  # they follow as the summary and as a table
-    session.output.record("explanation", shown)
-    if explanation.elsewhere and not session.output.json_lines:
-        session.output.table("difference", _differences(explanation), columns=DIFFERENCE_COLUMNS)
-    session.output.summary(
-        "{explanation}",
-        explanation="; ".join(explanation.sentences),
-        num_tokens=explanation.num_tokens,
-        hit_tokens=explanation.hit_tokens,
-        cause=explanation.cause,
-    )
-    return ExitCode.OK
-
-
-def _differences(explanation: Explanation) -> Iterator[dict[str, object]]:
-    for other in explanation.elsewhere:
-        for difference in other.differences:
-            yield {
-                "namespace": other.namespace,
-                "model": other.model,
-                "hit_tokens": other.hit_tokens,
-                "field": difference.field,
-                "wanted": difference.wanted,
-                "stored": difference.stored,
-            }
+        return identified.identity, document

@@ -1,67 +1,28 @@
-"""Chunks as people name them on the command line: a key, a document, or a prompt under a model."""
+"""Chunks as people name them on the command line: by a key, or by a document."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lmcache_cli.commands.asked_prompt import AskedPrompt
 from lmcache_cli.commands.command import literal, utf8_text
-from lmcache_cli.commands.model_options import identify_model, tokenize
 from lmcache_cli.errors import Refused
 
 if TYPE_CHECKING:
-    from lmcache_cli.integration.warming import WarmDocument
     from lmcache_cli.store import Store
     from lmcache_cli.store.targets import NamedChunk
-    from lmcache_format import Fingerprint, Identity
+    from lmcache_format import Fingerprint
 
 LEAST_KEY_DIGITS = 8
 
-Prompt = Annotated[str | None, typer.Option("--prompt", parser=utf8_text, help="The chunks of this text.")]
-PromptFile = Annotated[
-    str | None, typer.Option("--prompt-file", parser=literal, metavar="FILE", help="The same for a file of text.")
-]
-TokensFile = Annotated[
-    str | None,
-    typer.Option("--tokens", parser=literal, metavar="FILE.json", help="The same for a JSON list of token ids."),
-]
 NamespaceStart = Annotated[
     str | None, typer.Option("--namespace", parser=literal, metavar="START", help="Only the namespace that starts so.")
 ]
 DocumentName = Annotated[
     str | None, typer.Option("--document", parser=utf8_text, metavar="NAME", help="The document of that name.")
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelChoice:
-    """The model a prompt is for, as given."""
-
-    model: str | None
-    name: str | None
-    revision: str | None
-    dtype: str | None
-    chunk_tokens: int
-    allow_unverified: bool
-
-    def read(self, asked: AskedPrompt) -> tuple[Identity, WarmDocument]:
-        """The identity and the token ids of a prompt. Raises Refused where no model is named."""
-        if self.model is None:
-            raise Refused("a prompt is looked up for a model, and none is named", "pass --model DIR")
-        prompt = asked.read()
-        identified = identify_model(
-            self.model,
-            name=self.name,
-            revision=self.revision,
-            dtype=self.dtype,
-            chunk_tokens=self.chunk_tokens,
-            allow_unverified=self.allow_unverified,
-        )
-        (document,) = tokenize(identified, [prompt], as_chat=asked.as_chat)
-        return identified.identity, document
 
 
 def one_of(target: str | None, document: str | None, asked: AskedPrompt) -> None:

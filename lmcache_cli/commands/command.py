@@ -1,10 +1,11 @@
 """What every command has: the options in common, examples and exit codes in its help, one way to end."""
 
+import dataclasses
 import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from typer.core import TyperCommand
@@ -16,6 +17,8 @@ from lmcache_cli.output import Output
 from lmcache_cli.progress import ProgressStyle
 from lmcache_cli.rendering import as_utf8, printable
 from lmcache_cli.settings import Settings, debug_requested, load_settings
+
+_Group = TypeVar("_Group")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +51,23 @@ class Command:
         return f"\b\nExamples:\n{examples}\n\n\b\nExit codes:\n{codes}"
 
     def _entry(self) -> Callable[..., ExitCode]:
-        """The function as Typer sees it: its own parameters, then the common ones, instead of `session`."""
+        """The function as Typer sees it: its own parameters, then the common ones, instead of `session`.
+
+        A parameter whose type is a dataclass stands for the fields of it: a group of options that commands share.
+        """
+        own = [
+            one for name, one in inspect.signature(self.function, eval_str=True).parameters.items() if name != "session"
+        ]
+        groups = {one.name: one.annotation for one in own if _is_group(one.annotation)}
 
         def entry(context: typer.Context, **arguments: object) -> ExitCode:
-            common = {name: arguments.pop(name) for name in _COMMON}
-            return _run(self.function, arguments, CommonOptions(**common), context)  # type: ignore[arg-type]
+            common = _grouped(CommonOptions, arguments)
+            given: dict[str, object] = {name: _grouped(group, arguments) for name, group in groups.items()}
+            return _run(self.function, arguments | given, common, context)
 
-        own = inspect.signature(self.function, eval_str=True).parameters
         context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-        shown = [_keyword_only(parameter) for name, parameter in own.items() if name != "session"]
-        parameters = [context, *shown, *_COMMON.values()]
+        shown = [option for one in own for option in (_options(groups[one.name]) if one.name in groups else [one])]
+        parameters = [context, *map(_keyword_only, [*shown, *_options(CommonOptions)])]
         entry.__signature__ = inspect.Signature(parameters, return_annotation=ExitCode)  # type: ignore[attr-defined]
         entry.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         entry.__doc__ = self.function.__doc__
@@ -125,10 +135,17 @@ def _keyword_only(parameter: inspect.Parameter) -> inspect.Parameter:
     return parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
 
 
-_COMMON = {
-    name: _keyword_only(parameter)
-    for name, parameter in inspect.signature(CommonOptions, eval_str=True).parameters.items()
-}
+def _is_group(annotation: object) -> bool:
+    return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
+
+
+def _options(group: type) -> list[inspect.Parameter]:
+    return list(inspect.signature(group, eval_str=True).parameters.values())
+
+
+def _grouped(group: type[_Group], arguments: dict[str, object]) -> _Group:
+    """Takes the options of a group out of the arguments."""
+    return group(**{option.name: arguments.pop(option.name) for option in _options(group)})
 
 
 def _run(

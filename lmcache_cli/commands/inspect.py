@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import itertools
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmcache_cli.commands.asked_prompt import AskedPrompt, explain_miss
-from lmcache_cli.commands.command import Session, command, literal, utf8_text
-from lmcache_cli.commands.model_options import (
-    AllowUnverified,
-    ChatTemplate,
-    ChunkTokens,
-    KvDtype,
-    Name,
-    PerhapsModel,
-    Revision,
-    Salt,
-    identify_model,
-)
+from lmcache_cli.commands.asked_prompt import AskedPrompt, ModelChoice
+from lmcache_cli.commands.command import Session, command, literal
+from lmcache_cli.commands.explaining import explain_miss
 from lmcache_cli.errors import DamageFound, Refused, TooNew
 from lmcache_cli.exit_codes import ExitCode
 from lmcache_cli.rendering import fields_of, utc_time
@@ -65,24 +54,9 @@ def inspect(
     limit: Annotated[
         int, typer.Option("--limit", min=0, help="Runs, and documents, of a namespace to show; 0 for all.")
     ] = 200,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", parser=utf8_text, help="Say why this text would miss.")
-    ] = None,
-    prompt_file: Annotated[
-        str | None, typer.Option("--prompt-file", parser=literal, metavar="FILE", help="The same for a file of text.")
-    ] = None,
-    tokens: Annotated[
-        str | None,
-        typer.Option("--tokens", parser=literal, metavar="FILE.json", help="The same for a JSON list of token ids."),
-    ] = None,
-    model: PerhapsModel = None,
-    chat_template: ChatTemplate = False,
-    salt: Salt = None,
-    name: Name = None,
-    revision: Revision = None,
-    dtype: KvDtype = None,
-    chunk_tokens: ChunkTokens = 256,
-    allow_unverified: AllowUnverified = False,
+    *,
+    asked: AskedPrompt,
+    choice: ModelChoice,
 ) -> ExitCode:
     """Look into a store, a namespace, a chunk, or a shard file; or find out why a prompt would miss.
 
@@ -91,23 +65,13 @@ def inspect(
     say about themselves; of a file the same, with every checksum compared. With a prompt and a model it says how many
     tokens would hit, which chunk is the first that does not, and what differs from what is stored.
     """
-    asked = AskedPrompt(text=prompt, text_file=prompt_file, tokens_file=tokens, as_chat=chat_template, salt=salt)
     if asked.is_given:
         if target is not None:
             raise Refused(
                 f"a prompt is looked up in the whole store, found {target!r} beside it", "leave one of them out"
             )
-        identify = partial(
-            identify_model,
-            name=name,
-            revision=revision,
-            dtype=dtype,
-            chunk_tokens=chunk_tokens,
-            allow_unverified=allow_unverified,
-        )
-        return explain_miss(session, asked, model, identify)
-    if model is not None:
-        raise Refused("--model without a prompt", "add --prompt, --prompt-file or --tokens")
+        return explain_miss(session, asked, choice)
+    choice.refuse_without(asked)
     if target is not None and Path(target).is_file():
         return _inspect_file(session, Path(target))
     from lmcache_cli.store import Store

@@ -7,28 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmcache_cli.commands.asked_prompt import AskedPrompt
+from lmcache_cli.commands.asked_prompt import AskedPrompt, ModelChoice
 from lmcache_cli.commands.chunk_targets import (
     DocumentName,
-    ModelChoice,
     NamespaceStart,
-    Prompt,
-    PromptFile,
-    TokensFile,
     chunk_with_key,
     one_of,
 )
 from lmcache_cli.commands.command import Session, command, literal
-from lmcache_cli.commands.model_options import (
-    AllowUnverified,
-    ChatTemplate,
-    ChunkTokens,
-    KvDtype,
-    Name,
-    PerhapsModel,
-    Revision,
-    Salt,
-)
 from lmcache_cli.commands.quantity_options import duration_s
 from lmcache_cli.errors import Refused
 from lmcache_cli.exit_codes import ExitCode
@@ -60,19 +46,11 @@ def pin(
     session: Session,
     target: Target = None,
     document: DocumentName = None,
-    prompt: Prompt = None,
-    prompt_file: PromptFile = None,
-    tokens: TokensFile = None,
-    ttl: Ttl = None,
-    model: PerhapsModel = None,
-    chat_template: ChatTemplate = False,
-    salt: Salt = None,
     namespace: NamespaceStart = None,
-    name: Name = None,
-    revision: Revision = None,
-    dtype: KvDtype = None,
-    chunk_tokens: ChunkTokens = 256,
-    allow_unverified: AllowUnverified = False,
+    *,
+    asked: AskedPrompt,
+    choice: ModelChoice,
+    ttl: Ttl = None,
 ) -> ExitCode:
     """Keep a chunk, a document or a prompt, and all that comes before it, from being pruned.
 
@@ -84,8 +62,6 @@ def pin(
     from lmcache_format.canonical_json import MAX_INTEGER
     from lmcache_format.superblock import Operation
 
-    asked = AskedPrompt(text=prompt, text_file=prompt_file, tokens_file=tokens, as_chat=chat_template, salt=salt)
-    choice = ModelChoice(model, name, revision, dtype, chunk_tokens, allow_unverified)
     one_of(target, document, asked)
     with Store.open(session.settings.required_store(), Operation.WRITE) as store:
         scope = None if namespace is None else find_namespace(store, namespace)

@@ -6,27 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lmcache_cli.commands.asked_prompt import AskedPrompt
+from lmcache_cli.commands.asked_prompt import AskedPrompt, ModelChoice
 from lmcache_cli.commands.chunk_targets import (
-    ModelChoice,
     NamespaceStart,
-    Prompt,
-    PromptFile,
-    TokensFile,
     checked_key,
     chunk_with_key,
 )
 from lmcache_cli.commands.command import Session, command, literal
-from lmcache_cli.commands.model_options import (
-    AllowUnverified,
-    ChatTemplate,
-    ChunkTokens,
-    KvDtype,
-    Name,
-    PerhapsModel,
-    Revision,
-    Salt,
-)
 from lmcache_cli.commands.pruning import DEFAULT_GRACE, Consent, DryRun, Grace, Wait, Yes, run_prune
 from lmcache_cli.errors import Refused
 from lmcache_cli.exit_codes import ExitCode
@@ -52,18 +38,10 @@ def rm(
         str | None,
         typer.Argument(parser=literal, help="The start of a namespace's fingerprint, or of a chunk's key."),
     ] = None,
-    prompt: Prompt = None,
-    prompt_file: PromptFile = None,
-    tokens: TokensFile = None,
-    model: PerhapsModel = None,
-    chat_template: ChatTemplate = False,
-    salt: Salt = None,
     namespace: NamespaceStart = None,
-    name: Name = None,
-    revision: Revision = None,
-    dtype: KvDtype = None,
-    chunk_tokens: ChunkTokens = 256,
-    allow_unverified: AllowUnverified = False,
+    *,
+    asked: AskedPrompt,
+    choice: ModelChoice,
     dry_run: DryRun = False,
     yes: Yes = False,
     wait: Wait = False,
@@ -80,15 +58,12 @@ def rm(
     from lmcache_cli.store import Store
     from lmcache_format.superblock import Operation
 
-    asked = AskedPrompt(text=prompt, text_file=prompt_file, tokens_file=tokens, as_chat=chat_template, salt=salt)
-    choice = ModelChoice(model, name, revision, dtype, chunk_tokens, allow_unverified)
     if asked.is_given and target is not None:
         raise Refused(f"found {target!r} beside a prompt", "leave one of them out")
-    if model is not None and not asked.is_given:
-        raise Refused("--model without a prompt", "add --prompt, --prompt-file or --tokens")
+    choice.refuse_without(asked)
     consent = Consent(dry_run=dry_run, yes=yes, wait=wait, grace_s=grace)
     with Store.open(session.settings.required_store(), Operation.PRUNE) as store:
-        rules = _of_prompt(choice, asked) if asked.is_given else _of_target(store, target, namespace, salt)
+        rules = _of_prompt(choice, asked) if asked.is_given else _of_target(store, target, namespace, asked.salt)
         return run_prune(session, store, rules, consent)
 
 

@@ -4,28 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lmcache_cli.commands.asked_prompt import AskedPrompt
+from lmcache_cli.commands.asked_prompt import AskedPrompt, ModelChoice
 from lmcache_cli.commands.chunk_targets import (
     DocumentName,
-    ModelChoice,
     NamespaceStart,
-    Prompt,
-    PromptFile,
-    TokensFile,
     checked_key,
     one_of,
 )
 from lmcache_cli.commands.command import Session, command
-from lmcache_cli.commands.model_options import (
-    AllowUnverified,
-    ChatTemplate,
-    ChunkTokens,
-    KvDtype,
-    Name,
-    PerhapsModel,
-    Revision,
-    Salt,
-)
 from lmcache_cli.commands.pin import COLUMNS, Target, described_pin, writable
 from lmcache_cli.exit_codes import ExitCode
 
@@ -47,18 +33,10 @@ def unpin(
     session: Session,
     target: Target = None,
     document: DocumentName = None,
-    prompt: Prompt = None,
-    prompt_file: PromptFile = None,
-    tokens: TokensFile = None,
-    model: PerhapsModel = None,
-    chat_template: ChatTemplate = False,
-    salt: Salt = None,
     namespace: NamespaceStart = None,
-    name: Name = None,
-    revision: Revision = None,
-    dtype: KvDtype = None,
-    chunk_tokens: ChunkTokens = 256,
-    allow_unverified: AllowUnverified = False,
+    *,
+    asked: AskedPrompt,
+    choice: ModelChoice,
 ) -> ExitCode:
     """Take back the pins of a chunk, of a document, or of any chunk of a prompt. 'lmcache inspect' shows pins."""
     from lmcache_cli.commands.ls import find_namespace
@@ -66,8 +44,6 @@ def unpin(
     from lmcache_cli.store.targets import chunks_of_prompt, held_pins
     from lmcache_format.superblock import Operation
 
-    asked = AskedPrompt(text=prompt, text_file=prompt_file, tokens_file=tokens, as_chat=chat_template, salt=salt)
-    choice = ModelChoice(model, name, revision, dtype, chunk_tokens, allow_unverified)
     one_of(target, document, asked)
     start = None if target is None else checked_key(target)
     with Store.open(session.settings.required_store(), Operation.WRITE) as store:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
-from lmcache_cli.commands import asked_prompt, bench_ttft, chunk_targets, inspect, warm
+from lmcache_cli.commands import asked_prompt, bench_ttft, warm
 from lmcache_cli.integration.producer import BufferSource, Document, ProducedChunk, TokenIds
 from lmcache_cli.integration.prompts import Prompt
 from lmcache_cli.integration.transformers import answering
@@ -92,9 +92,8 @@ def install(patch: Patch, seconds_a_chunk: float) -> None:
 
     patch(warm, "_load_engine", load)
     patch(answering, "answer_in_fresh_process", answered)
-    for module in (warm, bench_ttft, asked_prompt, chunk_targets):
+    for module in (warm, bench_ttft, asked_prompt):
         patch(module, "tokenize", tokenized)
-    for module in (warm, inspect, bench_ttft, chunk_targets):
         patch(module, "identify_model", identified)
 
 

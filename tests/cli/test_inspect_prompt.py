@@ -20,7 +20,8 @@ def asked(inside, made_store, monkeypatch):
         with Store.open(str(made_store)) as store:
             identity = replace(store.identity(store.fingerprints()[0]), **changes)
         monkeypatch.setattr(
-            "lmcache_cli.commands.inspect.identify_model", lambda model, **_: IdentifiedModel(Path(model), identity)
+            "lmcache_cli.commands.asked_prompt.identify_model",
+            lambda model, **_: IdentifiedModel(Path(model), identity),
         )
         (inside.folder / "ids.json").write_text(json.dumps(tokens))
         ran = inside("inspect", "--store", made_store, "--tokens", "ids.json", "--model", ".", "--json", *flags)
