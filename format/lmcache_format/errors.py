@@ -10,6 +10,7 @@
     ├── ShardError               a shard whose header, offsets or length lie
     ├── SegmentError             a manifest segment whose table, sections or records lie
     ├── SuperblockError          a superblock that cannot be trusted
+    ├── AcceptanceError          a record of what an engine takes that is none
     ├── EncodingError            stored bytes that the named encoding cannot have written
     ├── ChecksumMismatch         bytes that are not those that were written
     └── UnsupportedVersion       sound bytes of a newer format, feature or encoding: not damage
@@ -80,6 +81,10 @@ class SegmentError(FormatError):
 
 class SuperblockError(FormatError):
     """A superblock that cannot be trusted."""
+
+
+class AcceptanceError(FormatError):
+    """A record of which engine takes whose KV that cannot be read as one."""
 
 
 class EncodingError(FormatError):

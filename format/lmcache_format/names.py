@@ -6,6 +6,7 @@
     ns/<fingerprint>/ns.json
     ns/<fingerprint>/c/<hh>/<hh>/<key>.<part>.<encoding>.safetensors
     ns/<fingerprint>/m/<ulid>-<writer>.lmi
+    ns/<fingerprint>/a/<32 hex digits>.json
     quarantine/<fingerprint>.<shard file name>   tmp/<host>.<pid>.<random>   maint/lease.json   CACHEDIR.TAG
 """
 
@@ -32,6 +33,7 @@ _SHARD_FILE = (
 )
 _SHARD = re.compile(rf"ns/{_FINGERPRINT}/c/(?P<first>[0-9a-f]{{2}})/(?P<second>[0-9a-f]{{2}})/{_SHARD_FILE}")
 _SEGMENT = re.compile(rf"ns/{_FINGERPRINT}/m/(?P<ulid>[0-9a-hjkmnp-tv-z]{{26}})-(?P<writer>[a-z0-9]{{1,32}})\.lmi")
+_ACCEPTANCE = re.compile(rf"ns/{_FINGERPRINT}/a/(?P<name>[0-9a-f]{{32}})\.json")
 _NAMESPACE = re.compile(rf"ns/{_FINGERPRINT}/ns\.json")
 _SUPERBLOCK = re.compile(r"store\.([0-9]{6})\.json")
 _ENCODING_LABEL = re.compile(_LABEL)
@@ -145,6 +147,21 @@ def chunk_directory(fingerprint: Fingerprint, key: ChunkKey) -> str:
 def segment_directory(fingerprint: Fingerprint) -> str:
     """Directory of a namespace's manifest segments."""
     return f"{NAMESPACES}/{fingerprint}/m"
+
+
+def acceptance_directory(fingerprint: Fingerprint) -> str:
+    """Directory of a namespace's acceptances."""
+    return f"{NAMESPACES}/{fingerprint}/a"
+
+
+def acceptance_path(fingerprint: Fingerprint, name: str) -> str:
+    """Path of an acceptance; `name` is its own, 32 hex digits."""
+    return f"{acceptance_directory(fingerprint)}/{name}.json"
+
+
+def is_acceptance_path(path: str) -> bool:
+    """True for `ns/<fingerprint>/a/<32 hex digits>.json`."""
+    return _ACCEPTANCE.fullmatch(path) is not None
 
 
 def superblock_path(generation: int) -> str:

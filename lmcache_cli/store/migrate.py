@@ -21,6 +21,7 @@ from lmcache_format.geometry import Part
 from lmcache_format.names import ShardName, is_lossless_label
 from lmcache_format.segment import RemoveReason, key_number
 
+from .acceptances import copy_acceptances
 from .checking import Health, check_shard
 from .copying import SourceFault, copy_bytes, read_whole
 from .errors import StoreError
@@ -115,6 +116,7 @@ class _Run:
         if not (self._plan.rows.any() or len(self._plan.target.state) or self._has_unlisted()):
             return
         self._store.namespace(self._plan.identity, create=True, allow_unverified=True).close()  # ns.json first
+        copy_acceptances(self._from, self._to, self._plan.fingerprint, self._store.events)
         try:
             self._carry_over(self._target.state.keys)
             threads, abandon = self._options.concurrency, self._pace.abandon

@@ -16,7 +16,9 @@ from lmcache_format.names import (
     QUARANTINE,
     STAGING,
     SegmentName,
+    acceptance_directory,
     identity_path,
+    is_acceptance_path,
     namespace_directory,
     parse_superblock_path,
     segment_directory,
@@ -74,13 +76,15 @@ def outside_namespaces(backend: Backend) -> Iterator[Located]:
 def inside_namespace(backend: Backend, fingerprint: Fingerprint) -> Iterator[Located]:
     """Foreign files beside a namespace's shards. Raises `BackendError`."""
     directory = namespace_directory(fingerprint)
-    known = (f"{directory}/c/", f"{directory}/m/", identity_path(fingerprint))
+    acceptances = acceptance_directory(fingerprint)
+    known = (f"{directory}/c/", f"{directory}/m/", f"{acceptances}/", identity_path(fingerprint))
     yield from (_foreign(info) for info in backend.list(directory, recursive=False) if info.name not in known)
     for info in backend.list(segment_directory(fingerprint), recursive=False):
         try:
             SegmentName.parse(info.name)
         except BadName:
             yield _foreign(info)
+    yield from (_foreign(info) for info in backend.list(acceptances) if not is_acceptance_path(info.name))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from lmcache_cli.backends import AlreadyExists, Backend, BackendError, NotFound, Obstructed, ShortRead
 from lmcache_format.errors import FormatError, UnsupportedVersion
 from lmcache_format.geometry import Part
+from lmcache_format.keys import ChunkKey
 from lmcache_format.names import new_nonce
 from lmcache_format.segment import RemoveReason
+from lmcache_format.shard import ShardMeta
 
 from .chunk import ChunkBuffer
 from .coverage import pick
@@ -76,6 +78,28 @@ class Retrieval(LiveIndex):
         buffers = [self.buffer(chunk.num_tokens) for chunk in chunks]
         result = self.read(chunks, buffers)
         return buffers[: result.num_chunks], result
+
+    def shards(self, key: ChunkKey) -> list[Entry]:
+        """The shards from which `read` takes a chunk, as the index lists them."""
+        with self._lock:
+            return self._view.entries(key)
+
+    def headers(self, wanted: Sequence[tuple[ChunkRef, Entry]]) -> list[ShardMeta | None]:
+        """What shards say of themselves; None for those that cannot be read, or are not what the index lists."""
+
+        def read(one: tuple[ChunkRef, Entry]) -> ShardMeta | None:
+            expected = self._wanted(*one)
+            try:
+                with self._backend.open_read(expected.name.path) as handle:
+                    header = read_header(handle)
+                check_wanted(header, expected)
+            except (BackendError, FormatError):
+                return None
+            return header.meta if header.meta.nonce == one[1].nonce else None
+
+        if self._can_probe or len(wanted) < LEAST_READERS:
+            return [read(one) for one in wanted]
+        return list(self._readers.map(read, wanted))
 
     def _read_all(self, chunks: Sequence[ChunkRef], out: Sequence[ChunkBuffer]) -> list[int | ReadFault]:
         """Returns or raises (KeyboardInterrupt) only when no thread writes to the buffers any more.

@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_cli.store import ChunkRef
-from lmcache_format.keys import ChunkKey, MultimodalItem, chunk_extras, next_key, token_words
+from lmcache_cli.store import ChunkRef, Match
+from lmcache_format.keys import ChunkKey, MultimodalItem, Tokens, chunk_extras, next_key, token_words
 
 Words = npt.NDArray[np.uint32]
 
@@ -29,6 +29,18 @@ class Request(Protocol):
     @property
     def all_token_ids(self) -> Sequence[int]:
         """Their ids."""
+        ...
+
+
+class Prefixes(Protocol):
+    """Where a prompt is looked up: a namespace, or what of it an engine takes."""
+
+    def root(self, salt: str | bytes | None = None) -> ChunkKey:
+        """See `Namespace.root`."""
+        ...
+
+    def match(self, tokens: Tokens, *, salt: str | bytes | None = None, items: Sequence[MultimodalItem] = ()) -> Match:
+        """See `Namespace.match`."""
         ...
 
 

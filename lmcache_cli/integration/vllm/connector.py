@@ -9,7 +9,7 @@ import importlib.metadata
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +21,13 @@ from .plan import StepPlan, StepReport
 from .steps import BlockTables
 
 if TYPE_CHECKING:
+    from lmcache_cli.integration.acceptance import AcceptedNamespaces
     from lmcache_cli.runtime.namespaces import Namespaces
     from lmcache_cli.store import Store
     from lmcache_format.geometry import Part
     from lmcache_format.identity import Identity
 
+    from .caching import Prefixes
     from .scheduling import StoreScheduler
     from .worker import StoreWorker
 
@@ -68,6 +70,7 @@ class LMCacheStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self.scheduler: StoreScheduler | None = None
         self.worker: StoreWorker | None = None
         self._namespaces: Namespaces | None = None
+        self._accepted: AcceptedNamespaces | None = None
         self._identity = _engine_identity(vllm_config, kv_cache_config, self.options)
         self._told: Counter[str] = Counter()
         self._tables = BlockTables()
@@ -79,9 +82,10 @@ class LMCacheStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def _build_scheduler(self, vllm_config: Any) -> None:
         from concurrent.futures import ThreadPoolExecutor
 
+        from lmcache_cli.integration.acceptance import AcceptedNamespaces
         from lmcache_format.geometry import whole_part
 
-        from .identity import RequestReader, ranks_of, writes_part
+        from .identity import RequestReader, consumer, ranks_of, writes_part
         from .scheduling import SchedulingOptions, StoreScheduler
 
         options = self.options
@@ -90,8 +94,12 @@ class LMCacheStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         is_near = store.backend.capabilities.cheap_stat
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
         on_cpu, ranks = _is_cpu(), ranks_of(vllm_config)
+        prefixes_of: Callable[[str | None], Prefixes] = self._namespaces.of
+        if not options.accept_unprobed:
+            self._accepted = AcceptedNamespaces(store, self._namespaces.of, consumer())
+            prefixes_of = self._accepted.of
         self.scheduler = StoreScheduler(
-            self._namespaces.of,
+            prefixes_of,
             RequestReader(options),
             SchedulingOptions(
                 block_size=spec.block_size,
@@ -304,7 +312,7 @@ class LMCacheStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         from .stats import StoreStats
 
         counts: Counter[str] = Counter()
-        for half in (self.scheduler, self.worker):
+        for half in (self.scheduler, self.worker, self._accepted):
             counts.update(half.counts if half is not None else {})
         if self.worker is not None:
             counts.update(self.worker.writer.counts)

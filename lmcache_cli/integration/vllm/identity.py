@@ -104,6 +104,14 @@ def _with_quantization(identity: Identity, model: Any) -> Identity:
     return replace(identity, weights=f"sha256:{digest}")
 
 
+def consumer() -> dict[str, str]:
+    """This engine, as records of probes name it: whose KV it takes does not depend on how it is set up otherwise."""
+    from vllm import __version__
+    from vllm.platforms import current_platform
+
+    return {"engine": "vllm", "version": __version__, "device": str(current_platform.device_type)}
+
+
 def part_of_rank(identity: Identity, ranks: Ranks, rank: int, layers: tuple[int, int]) -> Part:
     """What global rank `rank` holds of every chunk; `layers` are those of its pipeline stage."""
     return rank_part(identity, rank % ranks.tensor, ranks.tensor, layers)

@@ -26,6 +26,7 @@ class ConnectorOptions:
     - `chunk_size`: tokens a chunk; it is part of the identity, so that another size is another cache.
     - `require_salt`: leave requests without a `cache_salt` uncached.
     - `allow_unverified`: serve under a model's name alone where its weights cannot be identified.
+    - `accept_unprobed`: load what other engines computed although no probe has compared them with this one.
     - `allow_lossy`: read chunks that were compressed with loss. `encoding`: how chunks are written.
     - `durability`: none, data or full, see the store. `max_pending_saves`: chunks in memory that wait to be written;
       what comes when all are taken is saved later, or not at all.
@@ -46,6 +47,7 @@ class ConnectorOptions:
     chunk_size: int = CHUNK_TOKENS
     require_salt: bool = False
     allow_unverified: bool = False
+    accept_unprobed: bool = False
     allow_lossy: bool = False
     encoding: str = "raw"
     durability: str = "none"

@@ -18,10 +18,10 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 
 from lmcache_cli.runtime.pages import BlockSpan
-from lmcache_cli.store import ChunkRef, Match, Namespace
+from lmcache_cli.store import ChunkRef, Match
 from lmcache_format.keys import ChunkKey
 
-from .caching import Caching, ChunkChain, Request, Uncached, Words, words_of
+from .caching import Caching, ChunkChain, Prefixes, Request, Uncached, Words, words_of
 from .plan import LoadOp, SaveOp, StepPlan, StepReport, StoredChunk
 
 _LOG = logging.getLogger("lmcache.vllm")
@@ -98,7 +98,7 @@ class StoreScheduler:
 
     def __init__(
         self,
-        namespace_of: Callable[[str | None], Namespace],
+        namespace_of: Callable[[str | None], Prefixes],
         describe: Callable[[Request], Caching | Uncached],
         options: SchedulingOptions,
         *,

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 EXPORTED = {
     "lookups": "Lookups of requests in the store.",
     "lookup_timeouts": "Lookups that were given up.",
+    "lookups_unaccepted": "Lookups that ended before a chunk of another engine which no probe has accepted.",
     "load_requests": "Requests of which a prefix was to be loaded.",
     "tokens_loaded": "Tokens whose KV was loaded and verified, on every rank.",
     "bytes_loaded": "Bytes read for that.",
