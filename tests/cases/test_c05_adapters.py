@@ -15,7 +15,7 @@ from lmcache_cli.integration.vllm.identity import RequestReader
 from lmcache_cli.integration.vllm.options import ConnectorOptions
 from lmcache_format.identity import Identity
 from tests.integration.vllm.fakes import FakeEngine, FakeRequest
-from tests.store.pattern import document
+from tests.store.pattern import document, refs
 
 PROMPT = document(35, 5)
 
@@ -112,10 +112,14 @@ def test_an_adapter_without_a_digest_leaves_its_requests_uncached(engine: FakeEn
     assert list(store_dir.rglob("*.safetensors")) == []
 
 
-def test_base_keys_know_nothing_of_adapters(identity: Identity):
+def test_base_keys_know_nothing_of_adapters(engine: FakeEngine, store_dir: Path, identity: Identity):
+    """They follow from the identity and the tokens alone, as they did before there were adapters."""
     caching = RequestReader(ConnectorOptions(store="unused"))(LoraRequest("x", PROMPT))
-    assert caching == Caching()
+    assert caching == Caching(adapter=None, salt=None, items=())
     assert identity.adapter is None
+    run(engine, "base", None)
+    stored = {path.name.partition(".")[0] for path in store_dir.rglob("*.safetensors")}
+    assert stored == {ref.key.hex() for ref in refs(identity, PROMPT, tail=False)}
 
 
 @pytest.mark.parametrize("field", ["prompt_embeds", "prompt_is_token_ids"])

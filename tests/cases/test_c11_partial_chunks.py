@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_cli.integration.vllm.caching import Caching
+from lmcache_cli.integration.vllm.caching import BARE
 from lmcache_cli.integration.vllm.plan import SaveOp
 from lmcache_cli.integration.vllm.scheduling import Scheduled, SchedulingOptions, StoreScheduler
 from lmcache_cli.runtime.loading import Loader, LoadRequest
@@ -37,7 +37,7 @@ def namespace_with(root: Path, identity: Identity, length: int, partial: bool) -
 
 def scheduler_of(namespace: Namespace, **options: bool) -> StoreScheduler:
     settings = SchedulingOptions(block_size=BLOCK, chunk_tokens=CHUNK, **options)
-    return StoreScheduler(lambda _: namespace, lambda _: Caching(), settings)
+    return StoreScheduler(lambda _: namespace, lambda _: BARE, settings)
 
 
 @pytest.mark.parametrize("partial", [False, True], ids=["full-chunks", "partial-chunks"])

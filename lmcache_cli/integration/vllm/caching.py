@@ -44,13 +44,18 @@ class Prefixes(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Caching:
-    """What besides tokens decides a request's KV: the adapter's digest, the tenant's salt, images and the like."""
+    """What besides tokens decides a request's KV: the adapter's digest, the tenant's salt, images and the like. All of
+    it has to be said: who forgets a salt would share what is one tenant's."""
 
-    adapter: str | None = None
-    salt: str | None = None
-    items: tuple[MultimodalItem, ...] = ()
+    adapter: str | None
+    salt: str | None
+    items: tuple[MultimodalItem, ...]
+
+
+BARE = Caching(adapter=None, salt=None, items=())
+"""Tokens alone decide."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ transformers serves vLLM. Whatever the configuration changes that the directory 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -112,6 +113,25 @@ def consumer() -> dict[str, str]:
     return {"engine": "vllm", "version": __version__, "device": str(current_platform.device_type)}
 
 
+def producer(vllm_config: Any) -> dict[str, Any]:
+    """This engine, as the headers of shards name it."""
+    from vllm import __version__
+    from vllm.platforms import current_platform
+
+    from lmcache_cli import __version__ as own_version
+
+    parallel = vllm_config.parallel_config
+    return {
+        "engine": "vllm",
+        "vllm": __version__,
+        "torch": importlib.metadata.version("torch"),
+        "lmcache-toolkit": own_version,
+        "device": str(current_platform.device_type),
+        "tensor_parallel": parallel.tensor_parallel_size,
+        "pipeline_parallel": parallel.pipeline_parallel_size,
+    }
+
+
 def part_of_rank(identity: Identity, ranks: Ranks, rank: int, layers: tuple[int, int]) -> Part:
     """What global rank `rank` holds of every chunk; `layers` are those of its pipeline stage."""
     return rank_part(identity, rank % ranks.tensor, ranks.tensor, layers)
@@ -158,7 +178,7 @@ class RequestReader:
             adapter = self._adapter(lora)
             if adapter is None:
                 return Uncached("adapter")
-        return Caching(adapter, salt or None, tuple(items))
+        return Caching(adapter=adapter, salt=salt or None, items=tuple(items))
 
     def _adapter(self, lora: Any) -> str | None:
         from lmcache_cli.integration.transformers.weights_digest import adapter_digest

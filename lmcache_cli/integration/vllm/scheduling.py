@@ -21,7 +21,7 @@ from lmcache_cli.runtime.pages import BlockSpan
 from lmcache_cli.store import ChunkRef, Match
 from lmcache_format.keys import ChunkKey
 
-from .caching import Caching, ChunkChain, Prefixes, Request, Uncached, Words, words_of
+from .caching import BARE, Caching, ChunkChain, Prefixes, Request, Uncached, Words, words_of
 from .plan import LoadOp, SaveOp, StepPlan, StepReport, StoredChunk
 
 _LOG = logging.getLogger("lmcache.vllm")
@@ -267,7 +267,7 @@ class StoreScheduler:
         return b"\0".join([_GENERATION_DOMAIN, self._generation, (salt or "").encode("utf-8", "surrogatepass")])
 
     def _chain(self, caching: Caching | Uncached, salt: bytes | str | None) -> ChunkChain:
-        known = caching if isinstance(caching, Caching) else Caching()
+        known = caching if isinstance(caching, Caching) else BARE
         return ChunkChain(self._namespace_of(known.adapter).root(salt), known.items, self.options.chunk_tokens)
 
     def _match(self, state: _State) -> Match | None:
@@ -277,7 +277,7 @@ class StoreScheduler:
         is_old = lookup is not None and lookup.match is not None and now - lookup.asked_at > self.options.recheck_s
         if lookup is None or lookup.num_tokens != num_tokens or is_old:
             lookup = state.lookup = _Lookup(num_tokens, now)
-            caching = state.caching if isinstance(state.caching, Caching) else Caching()
+            caching = state.caching if isinstance(state.caching, Caching) else BARE
             state.words = words_of(state.request, state.words, num_tokens)
             if self._background is None:
                 lookup.match = self._find(caching, state.salt, state.words)
@@ -289,7 +289,7 @@ class StoreScheduler:
                 lookup.match = lookup.future.result()
             elif now - lookup.asked_at > self.options.lookup_timeout_s:
                 self.counts["lookup_timeouts"] += 1
-                lookup.match = self._find(Caching(), None, state.words[:0] if state.words is not None else [])
+                lookup.match = self._find(BARE, None, state.words[:0] if state.words is not None else [])
         return lookup.match
 
     def _find(self, caching: Caching, salt: bytes | str | None, words: Words | list[int]) -> Match:

@@ -235,7 +235,7 @@ class FakeEngine:
         self.scheduler_namespaces = Namespaces(self.store, identity, need=whole_part(identity))
         self.scheduler = StoreScheduler(
             self.scheduler_namespaces.of,
-            describe or (lambda request: Caching(salt=request.cache_salt)),
+            describe or (lambda request: Caching(adapter=None, salt=request.cache_salt, items=())),
             SchedulingOptions(
                 block_size=block_size,
                 chunk_tokens=identity.chunk_tokens,

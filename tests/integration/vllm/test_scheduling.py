@@ -133,20 +133,6 @@ def test_partial_chunks_are_saved_and_found_on_demand(engine_of: Build):
     assert fresh.run("c", [*PROMPT[:49], 1, 2, 3]).promised == [48]
 
 
-def test_salted_requests_keep_to_themselves_without_a_name_on_disk(engine_of: Build, store_dir: Path):
-    """C07: tenant salt ignored by the external store."""
-    engine_of(prefix_caching=False).run("a", PROMPT, cache_salt="tenant-a-secret")
-    engine = engine_of(prefix_caching=False, save=False)
-    hits = [
-        engine.run(f"r{n}", PROMPT, cache_salt=salt).promised for n, salt in enumerate(["b", None, "tenant-a-secret"])
-    ]
-    assert hits == [[], [], [48]]
-    engine.close()
-    for path in store_dir.rglob("*"):
-        assert "tenant" not in path.name
-        assert not path.is_file() or b"tenant-a-secret" not in path.read_bytes()
-
-
 def test_saves_that_are_held_are_written_once_confirmed(engine_of: Build, store_dir: Path, identity: Identity):
     engine = engine_of(hold_saves=True, budget=10)
     engine.run("a", PROMPT)
