@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from lmcache_cli.backends.fault import Fault, FaultBackend, FaultScript, Hold
 from lmcache_cli.backends.local import LocalBackend
 from lmcache_cli.store import ChunkBuffer, Namespace, Store, WriterOptions
 from lmcache_format.geometry import whole_part
+from lmcache_format.identity import Identity
+from tests.integration.vllm.fakes import FakeEngine
 from tests.store.pattern import (
     document,
     hit,
@@ -136,3 +139,74 @@ def test_no_thread_writes_to_the_buffers_of_an_interrupted_read(tmp_path: Path) 
         time.sleep(0.2)
         assert all(set(buffer.memory) == {POISON} for buffer in buffers)
         assert namespace.read(chunks, buffers).num_tokens == 32
+
+
+# ---- the connector: four buffers for saves, four for loads ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("load_async", [False, True], ids=["sync", "async"])
+def test_a_buffer_belongs_to_its_write_until_that_is_over(
+    engine_of: Callable[..., FakeEngine], store_dir: Path, identity: Identity, load_async: bool
+) -> None:
+    """The write of A is held; the engine gives A's blocks to B … E, which take the other buffers, and more than there
+    are."""
+    prompts = [document(8, seed) for seed in range(100, 106)]
+    hold = Hold(threading.Event(), threading.Event())
+    fault = Fault("put", hold, name=refs(identity, prompts[0])[0].key.hex())
+    engine = engine_of(
+        worker_backend=lambda: FaultBackend(LocalBackend(store_dir), FaultScript(fault)),
+        load_async=load_async,
+        num_blocks=3,
+        save_buffers=4,
+    )
+    engine.add("A", prompts[0])
+    while engine.requests:
+        engine.step()
+    assert hold.reached.wait(30)
+    for number, prompt in enumerate(prompts[1:]):
+        engine.add(f"{number}", prompt)
+        while engine.requests:
+            engine.step()
+    (rank,) = engine.ranks
+    assert rank.worker.counts["save_no_memory"] == 2
+    with Store.open(str(store_dir)) as store, store.namespace(identity, missing_ok=True) as namespace:
+        assert namespace.match(prompts[0]).num_tokens == 0
+    hold.go_on.set()
+    engine.until_idle()
+    with Store.open(str(store_dir)) as store, store.namespace(identity) as namespace:
+        assert [hit(namespace, prompt) for prompt in prompts] == [8] * 4 + [0] * 2
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("load_async", [False, True], ids=["sync", "async"])
+def test_a_buffer_belongs_to_its_read_until_that_is_over(
+    engine_of: Callable[..., FakeEngine], store_dir: Path, identity: Identity, load_async: bool
+) -> None:
+    """The read of A is held and given up; B … E are loaded through the other buffers, into A's blocks. What the late
+    read brings goes nowhere."""
+    prompts = [document(9, seed) for seed in range(110, 115)]
+    with Store.open(str(store_dir)) as store, store.namespace(identity, create=True) as namespace:
+        for prompt in prompts:
+            put_document(namespace, prompt, tail=False)
+    hold = Hold(threading.Event(), threading.Event())
+    fault = Fault("read_into", hold, name=refs(identity, prompts[0])[0].key.hex(), on_call=1)
+    engine = engine_of(
+        worker_backend=lambda: FaultBackend(LocalBackend(store_dir), FaultScript(fault)),
+        load_async=load_async,
+        load_timeout_s=0.5,
+        num_blocks=3,
+        save=False,
+        prefix_caching=False,
+    )
+    late = engine.run("A", prompts[0])
+    assert hold.reached.is_set()
+    pool = engine.ranks[0].pools[1 if load_async else 0]
+    assert pool.num_leased == 1
+    for number, prompt in enumerate(prompts[1:]):
+        assert engine.run(f"{number}", prompt).promised == [8]
+    hold.go_on.set()
+    again = engine.run("A again", prompts[0])
+    assert again.output == late.output
+    assert engine.undetected == 0
+    assert engine.poisoned_forwards == (0 if load_async else 1)  # A's own, which was told of
+    engine.assert_at_rest()
