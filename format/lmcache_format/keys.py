@@ -166,6 +166,10 @@ class KeyList:
         """The first `count` keys."""
         return KeyList(self.blob[: count * KEY_BYTES])
 
+    def after(self, count: int) -> KeyList:
+        """All but the first `count` keys."""
+        return KeyList(self.blob[count * KEY_BYTES :])
+
 
 def token_words(tokens: Tokens) -> npt.NDArray[np.uint32]:
     """Token ids as contiguous little-endian u32. Raises `KeyInputError` for anything that is no such id."""

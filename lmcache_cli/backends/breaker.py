@@ -22,6 +22,12 @@ class CircuitBreaker:
     def is_open(self) -> bool:
         return self._opened_at is not None
 
+    @property
+    def is_left_alone(self) -> bool:
+        """Whether `enter` would refuse because the back-end failed a moment ago."""
+        opened_at = self._opened_at
+        return opened_at is not None and opened_at + self._cooldown_s > self._clock()
+
     def enter(self, name: str) -> None:
         """Before a call. Raises CircuitOpen while the back-end is left alone."""
         if not self.is_open:

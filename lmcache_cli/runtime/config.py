@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from lmcache_cli.store.chain import ChainOptions
 from lmcache_format.identity import CHUNK_TOKENS
 
 
@@ -19,7 +20,10 @@ class LMCacheEngineConfig:
     """Where chunks are kept.
 
     `chunk_size`: tokens a chunk. `local_cpu`: keep recent chunks in memory, at most `max_local_cpu_size` GiB of them.
-    `local_disk`, `remote_url`: stores, by path or URL; both are written, and read in this order.
+    `local_disk`, `remote_url`: stores, by path or URL; both are written, and read in this order. Where both are given,
+    `remote_url` need not answer: after `remote_timeout_s` a read from it has failed. What it had to be asked for is
+    promoted, copied to `local_disk` in the background, if `promote`: not while that lists more than
+    `promote_max_store_bytes`, nor while its disk has less than `promote_min_free_bytes` free.
     `save_only_first_rank`: ranks that hold the same latents write them once. `save_decode_cache`: keep generated
     tokens, too.
     """
@@ -29,6 +33,10 @@ class LMCacheEngineConfig:
     max_local_cpu_size: float = 5.0
     local_disk: str | None = None
     remote_url: str | None = None
+    remote_timeout_s: float = 5.0
+    promote: bool = True
+    promote_max_store_bytes: int | None = None
+    promote_min_free_bytes: int = 1 << 30
     save_only_first_rank: bool = False
     save_decode_cache: bool = False
 
@@ -49,12 +57,26 @@ class LMCacheEngineConfig:
         config = cls(**given)
         if config.chunk_size < 1 or config.max_local_cpu_size < 0:
             raise ConfigError(f"sizes are positive; found {config.chunk_size} and {config.max_local_cpu_size}")
+        if config.remote_timeout_s <= 0:
+            raise ConfigError(f"'remote_timeout_s' is more than zero; found {config.remote_timeout_s}")
+        if config.promote_min_free_bytes < 0 or (config.promote_max_store_bytes or 0) < 0:
+            raise ConfigError("'promote_max_store_bytes' and 'promote_min_free_bytes' are not negative")
         return config
 
     @property
     def stores(self) -> tuple[str, ...]:
         """URLs of the stores, nearest first."""
         return tuple(url.removeprefix("file://") for url in (self.local_disk, self.remote_url) if url)
+
+    @property
+    def chain_options(self) -> ChainOptions:
+        """How `remote_url` is asked behind `local_disk`."""
+        return ChainOptions.of(
+            timeout_s=self.remote_timeout_s,
+            promote=self.promote,
+            promote_max_store_bytes=self.promote_max_store_bytes,
+            promote_min_free_bytes=self.promote_min_free_bytes,
+        )
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -63,6 +85,10 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "max_local_cpu_size": (int, float),
     "local_disk": (str, type(None)),
     "remote_url": (str, type(None)),
+    "remote_timeout_s": (int, float),
+    "promote": (bool,),
+    "promote_max_store_bytes": (int, type(None)),
+    "promote_min_free_bytes": (int,),
     "save_only_first_rank": (bool,),
     "save_decode_cache": (bool,),
 }

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_cli.store import Namespace, NoStore, Store, StoreExists, WriterOptions
+from lmcache_cli.backends import Backend, open_backend
+from lmcache_cli.store import Events, Namespace, NoStore, Store, StoreExists, WriterOptions
+from lmcache_cli.store.chain import ChainedNamespace, ChainOptions
+from lmcache_cli.store.far import Distant, FarNamespace
 from lmcache_format.geometry import Part, part_bytes, rank_part
 from lmcache_format.identity import Identity
 from lmcache_format.keys import Tokens
@@ -50,14 +54,12 @@ class LMCacheEngine:
         self.gpu_connector = gpu_connector
         self.token_database = ChunkedTokenDatabase(identity)
         part = self.metadata.part
-        self._stores = [_open(url) for url in config.stores]
-        self._namespaces: list[Namespace] = [
-            store.namespace(identity, create=True, need=part, writer=WriterOptions(producer={"engine": "runtime"}))
-            for store in self._stores
-        ]
+        self._stores: list[Store] = []
+        self._source: Namespace | None = None
+        targets = self._open_stores(identity, part) if config.stores else []
         chunk_bytes = part_bytes(identity, part, identity.chunk_tokens)
         num_hot = int(config.max_local_cpu_size * 2**30) // chunk_bytes if config.local_cpu else 0
-        self.storage_manager = StorageManager(identity, part, self._namespaces, num_hot)
+        self.storage_manager = StorageManager(identity, part, self._source, targets, num_hot)
         self._saves = metadata.worker_id == 0 or not config.save_only_first_rank
 
     def store(self, tokens: Tokens, mask: Mask | None = None, *, salt: str | None = None, **kwargs: Any) -> int:
@@ -114,6 +116,42 @@ class LMCacheEngine:
             self.gpu_connector.to_gpu(memory, chunk.start, chunk.end, **kwargs)
         return True
 
+    def _open_stores(self, identity: Identity, part: Part) -> list[Callable[[], Namespace | None]]:
+        """Set what is read; returns what is written. The second store may open later, or not at all."""
+        writer = WriterOptions(producer={"engine": "runtime"})
+        first, *behind = self.config.stores
+        options = self.config.chain_options
+        store = _open(first)
+        self._stores.append(store)
+        store.admit(identity, create=True, missing_ok=False, allow_unverified=False)
+        fars = [self._far(url, identity, part, store.events, options, writer) for url in behind]
+        self._source = source = ChainedNamespace(store, identity, fars, options, need=part, writer=writer)
+        try:
+            for far in fars:
+                far.ready(options.far.timeout_s, is_strict=True)
+        except BaseException:
+            self._close_stores()
+            raise
+        return [lambda: source, *(far.ready for far in fars)]
+
+    def _far(
+        self,
+        url: str,
+        identity: Identity,
+        part: Part,
+        events: Events,
+        options: ChainOptions,
+        writer: WriterOptions,
+    ) -> FarNamespace:
+        backend = Distant(open_backend(url))
+
+        def opener() -> Namespace:
+            store = _open(backend)
+            self._stores.append(store)
+            return store.namespace(identity, create=True, need=part, writer=writer)
+
+        return FarNamespace(backend.url, identity, opener, events, options.far)
+
     def clear(self) -> int:
         """Forget what is in memory. Returns how many chunks; stores keep theirs."""
         return self.storage_manager.clear()
@@ -121,11 +159,14 @@ class LMCacheEngine:
     def close(self) -> None:
         """Write what is pending and let go of everything. Twice is fine."""
         self.storage_manager.close()
-        for namespace in self._namespaces:
-            namespace.close()
+        self._close_stores()
+
+    def _close_stores(self) -> None:
+        if self._source is not None:
+            self._source.close()
         for store in self._stores:
             store.close()
-        self._namespaces, self._stores = [], []
+        self._source, self._stores = None, []
 
 
 class LMCacheEngineBuilder:
@@ -171,12 +212,12 @@ class LMCacheEngineBuilder:
             known[0].close()
 
 
-def _open(url: str) -> Store:
+def _open(where: str | Backend) -> Store:
     try:
-        return Store.open(url)
+        return Store.open(where)
     except NoStore:
         pass
     try:
-        return Store.create(url)
+        return Store.create(where)
     except StoreExists:  # another rank was faster
-        return Store.open(url)
+        return Store.open(where)

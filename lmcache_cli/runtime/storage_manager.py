@@ -1,10 +1,13 @@
-"""Chunks in memory, and in stores behind it: the memory holds what was used last, the stores what was ever saved."""
+"""Chunks in memory, and in stores behind it: the memory holds what was used last, the stores what was ever saved.
+
+Several stores are read as one `StoreChain`; nothing here knows how many there are.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lmcache_cli.store import ChunkRef, Namespace
 from lmcache_format.geometry import Part
@@ -20,17 +23,26 @@ _WRITE_CHUNKS = 8
 class StorageManager:
     """`num_chunks` may be in memory beside those on their way. Methods may be called from several threads.
 
-    A `MemoryObj` that is returned is the caller's claim: release it. Chunks of stores are found in the order of
-    `namespaces`, which stay the caller's.
+    A `MemoryObj` that is returned is the caller's claim: release it. Chunks are read from `source` (None: memory alone)
+    and written to every one of `targets`, each by a thread of its own; one that is not open now (None) goes without.
+    Namespaces stay the caller's.
     """
 
-    def __init__(self, identity: Identity, part: Part, namespaces: Sequence[Namespace], num_chunks: int) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        part: Part,
+        source: Namespace | None,
+        targets: Sequence[Callable[[], Namespace | None]],
+        num_chunks: int,
+    ) -> None:
         self.identity = identity
         self.counts: Counter[str] = Counter()
-        self._namespaces = list(namespaces)
+        self._source = source
+        self._targets = list(targets)
         self._num_chunks = num_chunks
         self._pool = MemoryPool(identity, part, num_chunks + _WRITE_CHUNKS)
-        self._writers = [BackgroundWriter() for _ in namespaces]
+        self._writers = [BackgroundWriter() for _ in targets]
         self._lock = threading.Lock()
         self._hot: OrderedDict[ChunkKey, MemoryObj] = OrderedDict()
 
@@ -45,8 +57,12 @@ class StorageManager:
 
     def put(self, chunk: ChunkRef, memory_obj: MemoryObj) -> None:
         """Keep a chunk; takes the claim over. Stores are written in the background."""
-        for namespace, writer in zip(self._namespaces, self._writers, strict=True):
-            writer.submit(SaveJob(namespace, chunk, memory_obj.share()))
+        for target, writer in zip(self._targets, self._writers, strict=True):
+            namespace = target()
+            if namespace is None:
+                self.counts["save_not_open"] += 1
+            else:
+                writer.submit(SaveJob(namespace, chunk, memory_obj.share()))
         self._keep(chunk.key, memory_obj)
 
     def batched_put(self, chunks: Sequence[ChunkRef], memory_objs: Sequence[MemoryObj]) -> None:
@@ -55,21 +71,19 @@ class StorageManager:
             self.put(chunk, memory_obj)
 
     def get(self, chunk: ChunkRef, *, timeout_s: float = 1.0) -> MemoryObj | None:
-        """A verified chunk, from memory or from the first store that has it; None where nobody has, or no memory."""
+        """A verified chunk, from memory or from a store; None where nobody has it, or no memory."""
         with self._lock:
             hot = self._hot.get(chunk.key)
             if hot is not None:
                 self._hot.move_to_end(chunk.key)
                 self.counts["hit_memory"] += 1
                 return hot.share()
-        for namespace in self._namespaces:
-            if not namespace.match_keys(KeyList(chunk.key)):
-                continue
+        if self._source is not None and self._source.match_keys(KeyList(chunk.key)):
             memory = self.allocate(chunk.num_tokens, timeout_s=timeout_s)
             if memory is None:
                 self.counts["no_memory"] += 1
                 return None
-            if namespace.read([chunk], [memory.buffer]).fault is None:
+            if self._source.read([chunk], [memory.buffer]).fault is None:
                 self.counts["hit_store"] += 1
                 self._keep(chunk.key, memory.share())
                 return memory
@@ -82,7 +96,7 @@ class StorageManager:
         with self._lock:
             if chunk.key in self._hot:
                 return True
-        return any(namespace.match_keys(KeyList(chunk.key)) for namespace in self._namespaces)
+        return self._source is not None and bool(self._source.match_keys(KeyList(chunk.key)))
 
     def clear(self) -> int:
         """Forget what is in memory; stores keep theirs. Returns how many chunks that were."""

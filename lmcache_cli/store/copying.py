@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
+import numpy as np
+
 from lmcache_cli.backends import Backend, NotFound, Obstructed, ShortRead
 from lmcache_format.encodings import encoding_for
 from lmcache_format.errors import FormatError, ShardError, UnsupportedVersion
-from lmcache_format.geometry import check_part, part_bytes
+from lmcache_format.geometry import Part, check_part, part_bytes
 from lmcache_format.identity import Identity
 from lmcache_format.names import ShardName, new_nonce
 from lmcache_format.shard import (
@@ -24,7 +26,7 @@ from lmcache_format.shard import (
 )
 
 from .checking import Health, check_shard
-from .publishing import Publication, Published, publish, refuse, set_aside
+from .publishing import Blocked, Publication, Published, publish, refuse, set_aside
 from .reading import Wanted, check_wanted, read_header, verify_data
 from .recoding import NotAsWritten, provenance_of
 from .writing import whole_crc32c
@@ -103,6 +105,9 @@ class _Memory(threading.local):
             self.buffer = bytearray(size_bytes)
         return memoryview(self.buffer)[:size_bytes]
 
+    def clear(self) -> None:
+        np.frombuffer(self.buffer, np.uint8)[...] = 0
+
 
 _MEMORY = _Memory()
 
@@ -127,14 +132,29 @@ def read_whole(backend: Backend, name: ShardName, identity: Identity) -> WholeSh
 
 def _read_once(backend: Backend, name: ShardName, identity: Identity) -> WholeShard:
     check_part(identity, name.part)
-    most = part_bytes(identity, name.part, identity.chunk_tokens) + MAX_HEADER_BYTES
-    most += ENCODING_OVERHEAD_BYTES * _TENSORS_A_LAYER * name.part.num_layers
     with backend.open_read(name.path) as handle:
-        if handle.size > most:
-            raise ShardError("longer than any such shard", expected=f"at most {most} bytes", found=handle.size)
+        check_size(handle.size, identity, name.part)
         content = _MEMORY.view(handle.size)
         handle.read_into(0, [content])
         version = handle.version
+    return verified(name, identity, content, version)
+
+
+def most_shard_bytes(identity: Identity, part: Part) -> int:
+    """No shard of that part is longer."""
+    most = part_bytes(identity, part, identity.chunk_tokens) + MAX_HEADER_BYTES
+    return most + ENCODING_OVERHEAD_BYTES * _TENSORS_A_LAYER * part.num_layers
+
+
+def check_size(size_bytes: int, identity: Identity, part: Part) -> None:
+    """Raise `ShardError` for an object that is longer than a shard of that part can be, before memory is taken."""
+    most = most_shard_bytes(identity, part)
+    if size_bytes > most:
+        raise ShardError("longer than any such shard", expected=f"at most {most} bytes", found=size_bytes)
+
+
+def verified(name: ShardName, identity: Identity, content: memoryview, version: str) -> WholeShard:
+    """The shard whose bytes these are, every one of them checked. Raises `FormatError`, `ShortRead`."""
     inside = MemoryHandle(name.path, content, version)
     header = read_header(inside)
     meta = header.meta
@@ -229,15 +249,19 @@ def _compare(backend: Backend, name: ShardName, shard: WholeShard, published: Pu
     return checksum
 
 
-def confirm(backend: Backend, name: ShardName, identity: Identity, wanted: ShardHeader | None) -> ShardHeader:
-    """Read all of a shard at the target and check it; with `wanted`, it must be that very write.
+def confirm(backend: Backend, name: ShardName, identity: Identity, wanted: ShardHeader) -> None:
+    """Read all of a shard at the target and check it: it must be that very write.
 
-    Raises `NotAsWritten` where it is not sound or not that one, `Unavailable`, `Blocked`.
+    This thread's memory of the shard is the only buffer; what it held is gone. Raises `NotAsWritten`, `Unavailable`,
+    `Blocked`.
     """
-    checked = check_shard(backend, name, identity, with_data=True)
-    refuse(name, checked)
-    if checked.health is not Health.SOUND or checked.header is None:
-        raise NotAsWritten(f"{name.path} did not come back as it was written: {checked.reason or checked.health}")
-    if wanted is not None and checked.header.header_checksum != wanted.header_checksum:
+    _MEMORY.clear()  # so that nothing but what is read now can pass for the shard
+    try:
+        found = read_whole(backend, name, identity)
+    except SourceFault as fault:
+        if fault.health is Health.NEWER:
+            reason = f"{name.path} is of a newer format: {fault.reason}"
+            raise Blocked(reason, next_step="use a newer release") from fault
+        raise NotAsWritten(f"{name.path} did not come back as it was written: {fault.reason}") from fault
+    if found.header.header_checksum != wanted.header_checksum:
         raise NotAsWritten(f"{name.path} came back as another write")
-    return checked.header

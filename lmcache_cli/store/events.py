@@ -34,6 +34,12 @@ class Event(StrEnum):
     COMPACTION_FAILED = "compaction_failed"
     BYTES_READ = "bytes_read"
     BYTES_WRITTEN = "bytes_written"
+    FAR_READ = "far_read"
+    FAR_BYTES_READ = "far_bytes_read"
+    FAR_UNAVAILABLE = "far_unavailable"
+    PROMOTED = "promoted"
+    PROMOTION_SKIPPED = "promotion_skipped"
+    PROMOTION_FAILED = "promotion_failed"
 
 
 class Events:

@@ -136,6 +136,11 @@ class Namespace(Retrieval):
         self._flush_if_due()
         return count
 
+    def hear_of(self, keys: KeyList) -> None:
+        """Make sure that this process knows chunks which another one found: its own view may be the older one."""
+        if self.match_keys(keys) < len(keys):
+            self.refresh()
+
     def _match_tail(
         self, parent: ChunkKey, depth: int, words: Any, items: Sequence[MultimodalItem], start: int
     ) -> ChunkRef | None:
@@ -265,6 +270,20 @@ class Namespace(Retrieval):
                 return entry_of_header(header, handle.size)
         except (BackendError, FormatError) as problem:
             raise as_fault(path, problem) from problem
+
+    def is_removed(self, nonce: str) -> bool:
+        """True for a write that somebody took out of the index, as far as this process knows."""
+        with self._lock:
+            return self._is_removed(nonce)
+
+    def record(self, entry: Entry) -> None:
+        """List a shard that was put there by other means than `put`."""
+        self._record(entry)
+
+    @property
+    def writer_id(self) -> str:
+        """By which this process is known in what it writes."""
+        return self._writer_id
 
     def close(self) -> None:
         """Flush and let go of threads. A flush that fails is counted; shards are found without it."""

@@ -153,6 +153,20 @@ class Store:
         Raises `NoSuchNamespace` without `create`, and `Refused` for weights that nobody can tell apart from others of
         the same name, unless `allow_unverified`.
         """
+        self.admit(identity, create=create, missing_ok=missing_ok, allow_unverified=allow_unverified)
+        return Namespace(
+            self.backend,
+            identity,
+            need=need,
+            allow_lossy=allow_lossy,
+            writer=writer,
+            events=self.events,
+            reader_threads=reader_threads,
+            may_write=self.may(Operation.WRITE),
+        )
+
+    def admit(self, identity: Identity, *, create: bool, missing_ok: bool, allow_unverified: bool) -> None:
+        """What `namespace` asks of an identity before it opens anything, and raises; with `create`, make it."""
         if not identity.is_verified and not allow_unverified:
             raise Refused(
                 f"the weights of {identity.model!r} are not identified ({identity.weights})",
@@ -165,16 +179,6 @@ class Store:
             raise NoSuchNamespace(
                 f"{self.url} has nothing for {identity.model!r} ({identity.fingerprint})", next_step="see: lmcache ls"
             )
-        return Namespace(
-            self.backend,
-            identity,
-            need=need,
-            allow_lossy=allow_lossy,
-            writer=writer,
-            events=self.events,
-            reader_threads=reader_threads,
-            may_write=self.may(Operation.WRITE),
-        )
 
     def close(self) -> None:
         """Give back what the back-end holds."""
