@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_cli.backends import open_backend
+from lmcache_cli.backends.fault import Fail, Fault, FaultBackend, FaultScript
 from lmcache_cli.store import Namespace, Store
+from lmcache_cli.store.prune import PruneRules, mark, plan_prune
 from lmcache_cli.store.repair import apply_repair, plan_repair
 from lmcache_cli.store.survey import Level
+from lmcache_cli.store.sweep import sweep
 from lmcache_cli.store.verify import VerifyOptions, verify
 from lmcache_format.geometry import Part, rank_part
 from lmcache_format.identity import Identity
@@ -19,6 +23,8 @@ from tests.store.pattern import document, put_document, refs, small_buffer, tiny
 
 DOCUMENT = document(16)
 STAGES = ((0, 1), (1, 2))
+AT_ONCE_MS = -1_000
+"""A grace time that is over: two back-ends may tell the time of one disk some milliseconds apart."""
 LEVELS = pytest.mark.parametrize("level", list(Level))
 
 
@@ -115,3 +121,30 @@ def test_a_stage_that_never_saved_leaves_nothing_to_hit(tmp_path: Path, identity
         report = verify(store)
     assert report.num_incomplete == 4
     assert {finding.reason for finding in report.findings} == {"incomplete 1/3: no l1-2h0-2"}
+
+
+class Crash(BaseException):
+    """The process ends."""
+
+
+@pytest.mark.parametrize("on_call", range(1, 5))
+def test_what_is_pruned_of_one_rank_is_pruned_of_all(grid: Path, identity: Identity, on_call: int):
+    """The last chunk goes, and the process dies between two of its four deletions: nobody finds what is left of it,
+    and the next run collects that."""
+    last = refs(identity, DOCUMENT)[3].key.hex()
+    with Store.open(str(grid)) as store:
+        plan = plan_prune(store, PruneRules(max_chunks=3))
+        assert (plan.num_chunks, plan.num_shards) == (1, 4)
+        mark(store, plan)
+    script = FaultScript(Fault("delete", Fail(Crash()), on_call=on_call))  # type: ignore[arg-type]
+    with pytest.raises(Crash):
+        sweep(Store.open(FaultBackend(open_backend(str(grid)), script)), grace_ms=AT_ONCE_MS, threads=1)
+    assert 1 <= len(list(grid.rglob(f"{last}.*"))) <= 5 - on_call
+    with Store.open(str(grid)) as store:
+        for tp in (0, 1):
+            for pp in (0, 1):
+                with store.namespace(identity, need=part_of(identity, tp, pp)) as rank:
+                    assert (rank.match(DOCUMENT).num_tokens, tokens_read(rank, tp, pp)) == (12, 12)
+        sweep(store, grace_ms=AT_ONCE_MS)
+        assert list(grid.rglob(f"{last}.*")) == []
+        assert verify(store).findings == []
