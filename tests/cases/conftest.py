@@ -4,18 +4,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.cases.every_command import Scene, make_scene
+from tests.cases.every_command import Scene, copy_scene, make_scene
 from tests.cases.pattern_engine import install
 from tests.cli.conftest import Inside, fake, inside, lmcache, made_store
 from tests.integration.vllm.conftest import engine_of, identity, store_dir
+from tests.store.conftest import root, store
 
-__all__ = ["engine_of", "fake", "identity", "inside", "lmcache", "made_store", "store_dir"]
+__all__ = ["engine_of", "fake", "identity", "inside", "lmcache", "made_store", "root", "store", "store_dir"]
+
+
+@pytest.fixture(scope="session")
+def first_scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    """A store and prompts, of which every test gets a copy: writing them waits for the disk many times."""
+    folder = tmp_path_factory.mktemp("scene")
+    return make_scene(folder, folder / "kv")
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Scene:
+def scene(first_scene: Scene, tmp_path: Path) -> Scene:
     """A store and prompts."""
-    return make_scene(tmp_path, tmp_path / "kv")
+    return copy_scene(first_scene, tmp_path, tmp_path / "kv")
 
 
 @pytest.fixture

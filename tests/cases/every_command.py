@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,9 +78,18 @@ class Scene:
         return [*(word.format(**values) for word in CALLS[name]), "--store", str(self.store)]
 
 
+def copy_scene(scene: Scene, folder: Path, store: Path) -> Scene:
+    """The same somewhere else, its store at a path of its own."""
+    for path in scene.folder.iterdir():
+        if path.is_file():
+            shutil.copy2(path, folder)
+    shutil.copytree(scene.folder / "other", folder / "other")
+    shutil.copytree(scene.store, store)
+    return Scene(folder, store)
+
+
 def make_scene(folder: Path, store: Path) -> Scene:
     """Two documents that share two chunks, warmed, and files that name them."""
-    store.parent.mkdir(parents=True, exist_ok=True)
     with Store.create(str(store)) as made, made.namespace(ENGINE_IDENTITY, create=True) as namespace:
         for name, tokens in (("first", DOCUMENT), ("second [2007]", SECOND)):
             put_document(namespace, tokens)

@@ -15,6 +15,7 @@ from lmcache_cli.store import Store
 from tests.cases.every_command import DOCUMENT, Scene
 from tests.cases.pattern_engine import CHUNK_TOKENS, PatternEngine
 from tests.cli.conftest import Inside, Ran
+from tests.marks import slow_after
 
 FLAGS = [(), ("--json",), ("--quiet",), ("--json", "--quiet")]
 
@@ -71,7 +72,7 @@ TABLE: list[tuple[Callable[[Scene], None], str, int]] = [
 ]
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "".join(flags) or "plain")
+@pytest.mark.parametrize("flags", slow_after(1, FLAGS), ids=lambda flags: "".join(flags) or "plain")
 @pytest.mark.parametrize(("state", "call", "code"), TABLE, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_the_exit_code_is_that_of_the_table(
     patterned: Inside, scene: Scene, state: Callable[[Scene], None], call: str, code: int, flags: tuple[str, ...]

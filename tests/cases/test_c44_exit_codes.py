@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_cli.store import Store
+from tests.marks import slow_after
 from tests.store.pattern import document, put_document, tiny_identity
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,8 +145,8 @@ def test_the_exit_code_is_that_of_the_table(
         assert ran.stderr.strip(), "a failure without a reason"
 
 
-@pytest.mark.parametrize("state", [sound, one_corrupt, one_missing, foreign])
-@pytest.mark.parametrize("flags", [("--json",), ("--quiet",), ("--json", "--quiet")])
+@pytest.mark.parametrize("state", slow_after(1, [one_corrupt, sound, one_missing, foreign]))
+@pytest.mark.parametrize("flags", slow_after(1, [("--json",), ("--quiet",), ("--json", "--quiet")]))
 def test_flags_change_what_is_printed_and_not_the_code(
     root: Path, state: Callable[[Path], None], flags: tuple[str, ...]
 ):

@@ -15,6 +15,7 @@ import pytest
 from lmcache_cli.store import Store
 from lmcache_cli.store.sweep import sweep
 from tests.cli.conftest import Inside, Program, Ran
+from tests.marks import slow_after
 from tests.store.made_kv import CHUNK_TOKENS, KV_IDENTITY, put_kv, read_kv
 from tests.store.pattern import document
 
@@ -87,7 +88,7 @@ def await_first_shard(process: subprocess.Popen[bytes], folder: Path, name: str)
     raise AssertionError("nothing was written")
 
 
-@pytest.mark.parametrize("number", [*CODES, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", slow_after(1, [*CODES, signal.SIGKILL]), ids=lambda number: number.name)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_signal_at_any_time(slow: Program, inside: Inside, folder: Path, name: str, number: signal.Signals) -> None:
     process = slow.start(*COMMANDS[name])

@@ -15,6 +15,7 @@ import pytest
 from lmcache_cli.store import Store
 from tests.cases.pattern_engine import CHUNK_TOKENS, ENGINE_IDENTITY
 from tests.cli.conftest import Inside, Program, Ran
+from tests.marks import slow_after
 from tests.store.pattern import document, hit
 
 ENGINE = Path(__file__).with_name("pattern_engine.py")
@@ -103,8 +104,8 @@ def check_rerun(quick: Inside, folder: Path, found: dict[str, int]) -> None:
     assert quick("verify", "--store", "kv").code == 0
 
 
-@pytest.mark.parametrize("attempt", range(2))
-@pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
+@pytest.mark.parametrize("attempt", slow_after(1, range(2)))
+@pytest.mark.parametrize("number", slow_after(1, CODES), ids=lambda number: number.name)
 def test_a_signal_at_any_time(slow: Program, quick: Inside, folder: Path, number: signal.Signals, attempt: int) -> None:
     process = slow.start(*WARM, "--json")
     await_note(process)
@@ -134,7 +135,7 @@ def test_a_second_ctrl_c_changes_nothing(slow: Program, quick: Inside, folder: P
     check_rerun(quick, folder, found)
 
 
-@pytest.mark.parametrize("computing", [False, True])
+@pytest.mark.parametrize("computing", slow_after(1, [True, False]))
 def test_a_reader_of_the_output_that_leaves_is_no_news_and_stops_no_work(
     slow: Program, quick: Inside, folder: Path, computing: bool
 ) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from lmcache_cli.commands.root import COMMANDS
-from tests.cases.every_command import CALLS, Scene, make_scene
+from tests.cases.every_command import CALLS, Scene, copy_scene
 from tests.cases.pattern_engine import ENGINE_IDENTITY
 from tests.cli.conftest import Inside, Program
+from tests.marks import slow_after
 
 SURROUNDINGS = [
     {"TERM": ""},
@@ -29,9 +30,9 @@ GARBAGE = (b"\x1b", b"\r", b"\b")
 
 
 @pytest.fixture
-def long_scene(tmp_path: Path) -> Scene:
+def long_scene(first_scene: Scene, tmp_path: Path) -> Scene:
     """A store at a path of 200 characters."""
-    return make_scene(tmp_path, tmp_path / ("long-name/" * 20) / "kv")
+    return copy_scene(first_scene, tmp_path, tmp_path / ("long-name/" * 20) / "kv")
 
 
 def test_every_command_is_among_the_calls():
@@ -39,7 +40,7 @@ def test_every_command_is_among_the_calls():
     assert set(COMMANDS) <= called, "give the new command a harmless call in every_command.py"
 
 
-@pytest.mark.parametrize("flags", [(), ("--json",)])
+@pytest.mark.parametrize("flags", slow_after(1, [("--json",), ()]))
 @pytest.mark.parametrize("name", CALLS)
 def test_the_same_whole_lines_everywhere(patterned: Inside, long_scene: Scene, name: str, flags: tuple[str, ...]):
     runs = [patterned(*long_scene.call(name), *flags, env=env) for env in SURROUNDINGS]
@@ -64,7 +65,7 @@ def test_keys_and_paths_are_printed_in_full(patterned: Inside, long_scene: Scene
     assert long_scene.shards[0].relative_to(long_scene.store).as_posix().encode() in chunk
 
 
-@pytest.mark.parametrize("name", ["ls", "inspect namespace", "verify", "doctor", "config show"])
+@pytest.mark.parametrize("name", slow_after(1, ["inspect namespace", "ls", "verify", "doctor", "config show"]))
 def test_an_empty_environment_will_do(lmcache: Program, scene: Scene, name: str):
     ran = subprocess.run(
         ["env", "-i", *lmcache.command, *scene.call(name)], cwd=scene.folder, capture_output=True, check=False
@@ -73,7 +74,7 @@ def test_an_empty_environment_will_do(lmcache: Program, scene: Scene, name: str)
     assert not any(byte in ran.stdout + ran.stderr for byte in GARBAGE)
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", slow_after(1, [">&-", "2>&-", "<&- >&- 2>&-"]))
 def test_closed_streams_change_no_exit_code(lmcache: Program, scene: Scene, closed: str):
     scene.shards[1].write_bytes(b"damaged")
     shell = ["sh", "-c", f'"$@" {closed}', "sh", *lmcache.command, *scene.call("verify")]

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from lmcache_cli.store import Store
-from tests.cases.every_command import CALLS, Scene, make_scene
+from tests.cases.every_command import CALLS, Scene, copy_scene
 from tests.cases.pattern_engine import CHUNK_TOKENS, ENGINE_IDENTITY
 from tests.cli.conftest import Inside, Program
 from tests.cli.test_names import LOCALES, NAMES, PRINTED
+from tests.marks import slow_after
 
 ENGINE = Path(__file__).with_name("pattern_engine.py")
 FILES = list(NAMES.values())
@@ -43,7 +44,7 @@ def names_of(stdout: bytes) -> list[bytes]:
     ]
 
 
-@pytest.mark.parametrize("writer", ["UTF-8", "ASCII"])
+@pytest.mark.parametrize("writer", slow_after(1, ["ASCII", "UTF-8"]))
 def test_a_document_of_any_name_is_warmed_once_and_shown_exactly(program: Program, writer: str):
     documents = [word for name in FILES for word in ("--document", b"./" + name)]
     first = program(*warm(*documents, "--json"), env=LOCALES[writer])
@@ -60,7 +61,7 @@ def test_a_document_of_any_name_is_warmed_once_and_shown_exactly(program: Progra
     assert sorted(names[1:]) == sorted(f"./{text}".encode() for text in PRINTED.values())
 
 
-@pytest.mark.parametrize("env", LOCALES.values(), ids=LOCALES)
+@pytest.mark.parametrize("env", slow_after(1, LOCALES.values()), ids=LOCALES)
 def test_an_error_quotes_any_name(program: Program, env: dict[str, str]):
     for name in (b"absent [/red]\x1b[31m", b"caf\xe9 gone\n", "文 gone".encode()):
         ran = program(*warm("--document", name), env=env)
@@ -72,9 +73,11 @@ def test_an_error_quotes_any_name(program: Program, env: dict[str, str]):
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "config show"])
-@pytest.mark.parametrize("odd", [b"[/red] a b", b"caf\xe9\n", "naïve 文 🧊".encode()])
-def test_every_command_works_on_a_store_of_any_name(patterned: Inside, tmp_path: Path, odd: bytes, name: str):
-    scene = make_scene(tmp_path, tmp_path / os.fsdecode(odd))
+@pytest.mark.parametrize("odd", slow_after(1, [b"caf\xe9\n", b"[/red] a b", "naïve 文 🧊".encode()]))
+def test_every_command_works_on_a_store_of_any_name(
+    patterned: Inside, first_scene: Scene, tmp_path: Path, odd: bytes, name: str
+):
+    scene = copy_scene(first_scene, tmp_path, tmp_path / os.fsdecode(odd))
     (scene.store / os.fsdecode(b"foreign " + odd.replace(b"/", b""))).write_bytes(b"not ours")
     for flags in ((), ("--json",)):
         ran = patterned(*scene.call(name), *flags)
@@ -84,7 +87,7 @@ def test_every_command_works_on_a_store_of_any_name(patterned: Inside, tmp_path:
             json.loads(line)
 
 
-@pytest.mark.parametrize("env", LOCALES.values(), ids=LOCALES)
+@pytest.mark.parametrize("env", slow_after(1, LOCALES.values()), ids=LOCALES)
 def test_foreign_files_of_odd_names_are_told_literally(lmcache: Program, scene: Scene, env: dict[str, str]):
     names = [name for name in FILES if b"/" not in name]
     for name in names:
@@ -96,7 +99,7 @@ def test_foreign_files_of_odd_names_are_told_literally(lmcache: Program, scene: 
     assert {one["kind"] for one in found} == {"foreign"}
 
 
-@pytest.mark.parametrize("env", LOCALES.values(), ids=LOCALES)
+@pytest.mark.parametrize("env", slow_after(1, LOCALES.values()), ids=LOCALES)
 def test_a_salt_is_the_same_from_every_locale(program: Program, env: dict[str, str]):
     assert program(*warm("--document", "a b", "--salt", "schlüssel".encode()), env=LOCALES["UTF-8"]).code == 0
     again = program(*warm("--document", "a b", "--salt", "schlüssel".encode(), "--json"), env=env)

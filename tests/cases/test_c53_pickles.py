@@ -108,6 +108,7 @@ def run(scenes: list[Scene]) -> list[dict[str, object]]:
     return answers
 
 
+@pytest.mark.slow
 def test_nothing_of_it_runs_wherever_it_lies(scene: Scene, poison: bytes):
     scenes = [scene]
     for place in PLACES:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from lmcache_cli.exit_codes import ExitCode
+from tests.marks import slow_after
 
 # (arguments, exit code, what stderr must say). Commands join with a line for each situation.
 SITUATIONS = [
@@ -20,7 +21,7 @@ SITUATIONS = [
 ]
 
 
-@pytest.mark.parametrize("flags", [(), ("--json",), ("--quiet",), ("--json", "--quiet")])
+@pytest.mark.parametrize("flags", slow_after(1, [("--json",), (), ("--quiet",), ("--json", "--quiet")]))
 @pytest.mark.parametrize(("arguments", "code", "said"), SITUATIONS)
 def test_exit_code(fake, arguments, code, said, flags):
     ran = fake(*arguments, *flags)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import slow_after
+
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
@@ -83,8 +85,8 @@ def _await_handlers(process):
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-@pytest.mark.parametrize("flags", [(), ("--json",)])
+@pytest.mark.parametrize("number", slow_after(1, [signal.SIGINT, signal.SIGTERM]), ids=lambda number: number.name)
+@pytest.mark.parametrize("flags", slow_after(1, [("--json",), ()]))
 def test_a_signal_at_any_time_leaves_whole_lines(fake, number, flags):
     for attempt in range(6):
         process = fake.start("--rows", "60000", *flags)

@@ -5,6 +5,8 @@ import os
 
 import pytest
 
+from tests.marks import slow_after
+
 NAMES = {
     "brackets": b"doc [2007]",
     "closing tag": b"[/red]",
@@ -44,8 +46,8 @@ PRINTED = {
 EVERY_NAME = [argument for name in NAMES.values() for argument in (b"--name", name)]
 
 
-@pytest.mark.parametrize("locale", LOCALES)
-@pytest.mark.parametrize("flags", [(), ("--json",), ("--fail", "refused")])
+@pytest.mark.parametrize("locale", slow_after(2, LOCALES))
+@pytest.mark.parametrize("flags", slow_after(1, [(), ("--json",), ("--fail", "refused")]))
 def test_every_name_prints_on_one_line_from_every_locale(fake, locale, flags):
     ran = fake(*EVERY_NAME, *flags, env=LOCALES[locale])
     assert ran.code == (2 if "refused" in flags else 0), ran.stderr
@@ -57,7 +59,7 @@ def test_every_name_prints_on_one_line_from_every_locale(fake, locale, flags):
         assert {line.count(b"\t") for line in ran.lines} == {2}
 
 
-@pytest.mark.parametrize("locale", LOCALES)
+@pytest.mark.parametrize("locale", slow_after(2, LOCALES))
 def test_json_holds_the_exact_name_in_ascii(fake, locale):
     ran = fake(*EVERY_NAME, "--json", env=LOCALES[locale])
     assert ran.stdout.isascii()
@@ -82,7 +84,7 @@ def test_an_ascii_locale_gets_backslashes(fake):
     assert ran.lines[1].split(b"\t")[0] == rb"na\xefve \u6587.txt"
 
 
-@pytest.mark.parametrize("locale", LOCALES)
+@pytest.mark.parametrize("locale", slow_after(2, LOCALES))
 @pytest.mark.parametrize("name", ["accents", "not UTF-8", "newline and tab"])
 def test_a_file_with_an_odd_name_is_found_from_every_locale(fake, locale, name):
     with open(os.fsencode(fake.folder) + b"/" + NAMES[name], "wb"):

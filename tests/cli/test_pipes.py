@@ -6,6 +6,8 @@ import subprocess
 
 import pytest
 
+from tests.marks import slow_after
+
 PLAIN_SURROUNDINGS = [
     {},
     {"TERM": "dumb"},
@@ -21,7 +23,7 @@ PLAIN_SURROUNDINGS = [
 LONG_NAME = "/srv/" + "long-name/" * 20 + "end"
 
 
-@pytest.mark.parametrize("flags", [(), ("--json",)])
+@pytest.mark.parametrize("flags", slow_after(1, [(), ("--json",)]))
 def test_a_pipe_gets_the_same_whole_lines_everywhere(fake, flags):
     runs = [fake("--name", LONG_NAME, "--rows", "3", *flags, env=env) for env in PLAIN_SURROUNDINGS]
     assert {run.code for run in runs} == {0}
@@ -66,7 +68,7 @@ def test_a_terminal_gets_a_table_for_people(fake):
     assert b"3.0 MiB" in ran.stdout
 
 
-@pytest.mark.parametrize("columns", ["", "0", "1", "40"])
+@pytest.mark.parametrize("columns", slow_after(1, ["1", "", "0", "40"]))
 def test_a_terminal_of_any_width_gets_the_whole_name(fake, columns):
     ran = fake.on_terminal("--name", "x" * 200, env={"COLUMNS": columns, "NO_COLOR": "1"})
     assert ran.code == 0
@@ -85,7 +87,7 @@ def test_a_bar_is_drawn_on_a_terminal_only(fake):
         assert (ran.code, b"\x1b" in ran.stderr, b"faking" in ran.stderr) == (0, False, False)
 
 
-@pytest.mark.parametrize("flags", [("--progress", "plain"), ("--progress", "none"), ("--quiet",)])
+@pytest.mark.parametrize("flags", slow_after(1, [("--quiet",), ("--progress", "plain"), ("--progress", "none")]))
 def test_a_terminal_gets_no_bar_if_it_is_not_wanted(fake, flags):
     assert b"faking" not in fake.on_terminal("--steps", "20", *flags).stdout
 
@@ -117,8 +119,8 @@ def test_full_disk_behind_stdout_is_an_error(fake):
     assert b"Exception ignored" not in stderr
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
-@pytest.mark.parametrize("code", ["0", "3"])
+@pytest.mark.parametrize("closed", slow_after(2, [">&-", "<&- >&- 2>&-", "<&-", "2>&-", ">&- 2>&-"]))
+@pytest.mark.parametrize("code", slow_after(1, ["3", "0"]))
 def test_closed_streams_do_not_change_the_exit_code(fake, closed, code):
     shell = ["sh", "-c", f'"$@" {closed}', "sh", *fake.command, "--code", code]
     ran = subprocess.run(shell, cwd=fake.folder, env=fake.environment(), capture_output=True, check=False)

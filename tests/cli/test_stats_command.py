@@ -5,6 +5,8 @@ import time
 
 import pytest
 
+from tests.marks import slow_after
+
 
 def _records(ran):
     return [json.loads(line) for line in ran.lines]
@@ -25,7 +27,7 @@ def test_the_numbers_of_a_store(lmcache, made_store):
     assert (summary["num_incomplete_chunks"], summary["num_damaged"]) == (0, 0)
 
 
-@pytest.mark.parametrize("command", ["stats", "ls"])
+@pytest.mark.parametrize("command", slow_after(1, ["stats", "ls"]))
 def test_a_damaged_index_is_exit_3_and_says_what_to_do(lmcache, made_store, command):
     (segment,) = made_store.rglob("*.lmi")
     segment.write_bytes(segment.read_bytes()[:-1])

@@ -41,6 +41,7 @@ runpy.run_path("kernels/benchmarks/bench_paged", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_a_bench_of_a_broken_kernel_gives_no_figures() -> None:
     run = subprocess.run(
         [sys.executable, "-c", BROKEN],
@@ -56,6 +57,7 @@ def test_a_bench_of_a_broken_kernel_gives_no_figures() -> None:
     assert "GB/s" not in run.stdout
 
 
+@pytest.mark.slow
 def test_the_gpu_check_says_so_where_there_is_no_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: run scripts/gpu_check")

@@ -34,6 +34,7 @@ from tests.kernels.made_pages import (
     make_pages,
     poisoned_chunk,
 )
+from tests.marks import slow_after
 
 
 @st.composite
@@ -106,7 +107,7 @@ def random_chunk(tokens: int, sizes: Sizes, dtype: torch.dtype, *, latent: bool,
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 63, 1000])
+@pytest.mark.parametrize("tokens", slow_after(2, [1, 63, 1000]))
 @pytest.mark.parametrize("block_size", [2, 16, 32, 128])
 def test_odd_lengths_round_trip_through_two_layouts(tokens: int, block_size: int, dtype: torch.dtype) -> None:
     sizes = Sizes(layers=3, blocks=-(-1001 // block_size), heads=2, block_size=block_size)

@@ -79,6 +79,7 @@ for operation in (gather_paged, scatter_paged):
 """
 
 
+@pytest.mark.slow
 def test_without_triton_the_package_imports_and_only_a_device_is_refused() -> None:
     run = subprocess.run(
         [sys.executable, "-c", WITHOUT_TRITON],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,13 @@ def _one_torch_thread() -> None:
     """Two threads that wait for each other on a busy machine take a hundred times as long as one."""
     torch = pytest.importorskip("torch")
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def transformers() -> ModuleType:
+    """transformers, imported when the first test needs it: it takes seconds."""
+    module: ModuleType = pytest.importorskip("transformers")
+    return module
 
 
 @pytest.fixture

@@ -17,8 +17,7 @@ from lmcache_format.identity import AttentionKind
 from tests.integration.transformers.conftest import CHUNK, PIECE, MakeDirectory, fresh_buffer
 
 torch = pytest.importorskip("torch")
-engine_module = pytest.importorskip("lmcache_cli.integration.transformers.engine")
-TransformersEngine = engine_module.TransformersEngine
+pytestmark = pytest.mark.usefixtures("transformers")
 
 
 def tokens_of(count: int, seed: int = 0) -> TokenIds:
@@ -26,8 +25,10 @@ def tokens_of(count: int, seed: int = 0) -> TokenIds:
 
 
 def load(directory: Path, **options: Any) -> Any:
-    identity = identify(directory, chunk_tokens=CHUNK).identity
-    return TransformersEngine.load(directory, identity, piece_tokens=PIECE, **options)
+    from lmcache_cli.integration.transformers.engine import TransformersEngine
+
+    identity = options.pop("identity", None) or identify(directory, chunk_tokens=CHUNK).identity
+    return TransformersEngine.load(directory, identity, **{"piece_tokens": PIECE, **options})
 
 
 def own_cache(engine: Any, tokens: TokenIds, pieces: int = PIECE) -> list[tuple[Any, Any]]:
@@ -184,14 +185,12 @@ def test_model_that_caches_something_else_is_refused(make_model: MakeDirectory) 
     directory = make_model("llama")
     other = identify(make_model("other", num_key_value_heads=4), chunk_tokens=CHUNK).identity
     with pytest.raises(GeometryMismatch, match="expected"):
-        TransformersEngine.load(directory, other, piece_tokens=PIECE)
+        load(directory, identity=other)
 
 
 def test_pieces_hold_whole_chunks(make_model: MakeDirectory) -> None:
-    directory = make_model("llama")
-    identity = identify(directory, chunk_tokens=CHUNK).identity
     with pytest.raises(ValueError, match="multiple of 4"):
-        TransformersEngine.load(directory, identity, piece_tokens=6)
+        load(make_model("llama"), piece_tokens=6)
 
 
 def test_provenance_names_who_computed(make_model: MakeDirectory) -> None:

@@ -12,7 +12,7 @@ import pytest
 from lmcache_cli.integration.errors import ModelError
 from lmcache_cli.integration.transformers.prompt_tokens import load_prompt_tokens
 
-pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("transformers")
 pytestmark = pytest.mark.slow
 
 TEXTS = [
