@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from lmcache_cli.store.targets import chunks_of_prompt
 from lmcache_format.errors import SegmentError
 from lmcache_format.identity import Identity
 from lmcache_format.keys import ChunkKey, Extra, Tokens, next_key
-from tests.store.pattern import document, filled, hit, put_chunk, put_document, refs, tiny_identity
+from tests.store.pattern import document, filled, hit, put_chunk, put_document, refs
 
 TOKENS = document(4 * 3 + 3)
 FAR_TOO_LONG = 1 << 40
@@ -28,27 +28,11 @@ FAR_TOO_LONG = 1 << 40
 
 
 @pytest.fixture
-def identity() -> Identity:
-    return tiny_identity()
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def store(root: Path) -> Iterator[Store]:
-    with Store.create(str(root)) as made:
-        yield made
-
-
-@pytest.fixture
-def namespace(store: Store, identity: Identity) -> Iterator[Namespace]:
-    with store.namespace(identity, create=True) as made:
-        put_document(made, TOKENS)
-        made.flush()
-        yield made
+def namespace(namespace: Namespace) -> Namespace:
+    """One with a document in it."""
+    put_document(namespace, TOKENS)
+    namespace.flush()
+    return namespace
 
 
 # ---- files far longer than memory -----------------------------------------------------------------------------------

@@ -27,17 +27,6 @@ def identity() -> Identity:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def store(root: Path) -> Iterator[Store]:
-    with Store.create(str(root)) as made:
-        yield made
-
-
-@pytest.fixture
 def filled(store: Store, identity: Identity) -> Iterator[Namespace]:
     with store.namespace(identity, create=True) as namespace:
         put_document(namespace, TOKENS)

@@ -34,11 +34,6 @@ NUM_SHARDS = NUM_CHUNKS + 1
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
 def store(root: Path) -> Iterator[Store]:
     with Store.create(str(root)) as made:
         with made.namespace(KV_IDENTITY, create=True) as namespace:
