@@ -85,7 +85,8 @@ class ModelChoice:
             raise Refused("--model without a prompt", "add --prompt, --prompt-file or --tokens")
 
     def read(self, asked: AskedPrompt) -> tuple[Identity, WarmDocument]:
-        """The identity and the token ids of a prompt. Raises Refused where no model is named, and `PromptError`."""
+        """The identity and the token ids of a prompt. Raises Refused where no model is named or the prompt is
+        empty, and `PromptError`."""
         model = self.required()
         prompt = asked.read()
         identified = identify_model(
@@ -97,4 +98,6 @@ class ModelChoice:
             allow_unverified=self.allow_unverified,
         )
         (document,) = tokenize(identified, [prompt], as_chat=asked.as_chat)
+        if not len(document.tokens):
+            raise Refused(f"{prompt.name}: the prompt is empty", "name one with a token at least")
         return identified.identity, document

@@ -21,6 +21,7 @@ from lmcache_cli.commands.model_options import (
     Prompts,
     Revision,
     Salt,
+    check_pieces,
     identify_model,
     read_all_prompts,
     tokenize,
@@ -77,6 +78,7 @@ def bench_ttft(
     from lmcache_cli.store import Store
 
     url = session.settings.required_store()
+    check_pieces(piece_tokens, chunk_tokens)
     identified = identify_model(
         model, name=name, revision=revision, dtype=dtype, chunk_tokens=chunk_tokens, allow_unverified=allow_unverified
     )

@@ -74,6 +74,8 @@ def inspect(
     choice.refuse_without(asked)
     if target is not None and Path(target).is_file():
         return _inspect_file(session, Path(target))
+    if target is not None and set(target) & set("./"):
+        raise _no_shard_file(target)
     from lmcache_cli.store import Store
 
     with Store.open(session.settings.required_store()) as store:
@@ -82,6 +84,12 @@ def inspect(
         if not target or set(target.lower()) - set("0123456789abcdef"):
             raise Refused(f"expected a file, a fingerprint or a key, found {target!r}", "run 'lmcache ls' to see them")
         return _inspect_named(session, store, target.lower(), limit or sys.maxsize)
+
+
+def _no_shard_file(target: str) -> Refused:
+    if Path(target).is_dir():
+        return Refused(f"{target}: expected a shard file, found a directory", f"for a store: --store {target}")
+    return Refused(f"{target}: there is no such file", "name a file, or the start of a fingerprint or a key")
 
 
 def _inspect_store(session: Session, store: Store) -> ExitCode:

@@ -95,6 +95,15 @@ def identify_model(
     )
 
 
+def check_pieces(piece_tokens: int, chunk_tokens: int) -> None:
+    """Raises Refused unless a piece holds whole chunks."""
+    if piece_tokens % chunk_tokens:
+        raise Refused(
+            f"--piece-tokens {piece_tokens} is no multiple of --chunk-tokens {chunk_tokens}",
+            f"pass --piece-tokens {max(piece_tokens // chunk_tokens, 1) * chunk_tokens}",
+        )
+
+
 def read_all_prompts(
     documents: Sequence[str] | None, more: Sequence[str] | None, prompts: str | None, salt: str | None
 ) -> list[Prompt]:
@@ -104,6 +113,8 @@ def read_all_prompts(
     found = list(read_documents([*(documents or ()), *(more or ())], salt))
     if prompts is not None:
         found += read_prompts(prompts, salt)
+    if not found and prompts is not None:
+        raise Refused(f"{prompts}: no prompt is in the file", "write a JSON object a line")
     if not found:
         raise Refused("no documents and no prompts are named", "pass --documents FILE or --prompts FILE.jsonl")
     return [replace(prompt, name=as_utf8(prompt.name)) for prompt in found]  # a file has one name from every locale

@@ -21,6 +21,7 @@ from lmcache_cli.commands.model_options import (
     Prompts,
     Revision,
     Salt,
+    check_pieces,
     identify_model,
     read_all_prompts,
     tokenize,
@@ -111,8 +112,7 @@ def warm(
     from lmcache_cli.store import Store, WriterOptions
 
     url = session.settings.required_store()
-    if piece_tokens % chunk_tokens:
-        raise Refused(f"--piece-tokens {piece_tokens} is no multiple of --chunk-tokens {chunk_tokens}")
+    check_pieces(piece_tokens, chunk_tokens)
     if ttl is not None and not pin:
         raise Refused("--ttl without --pin", "add --pin, or leave it out")
     _check_codec(codec)

@@ -61,7 +61,7 @@ def read_documents(paths: Iterable[str], salt: str | None = None) -> Iterator[Pr
 
 def read_prompts(path: str, salt: str | None = None) -> Iterator[Prompt]:
     """One prompt a line of a JSON-lines file; empty lines are passed over. Raises `PromptError`."""
-    for number, line in enumerate(_read_text(path).splitlines(), start=1):
+    for number, line in enumerate(_read_text(path).split("\n"), start=1):  # others end no line, and may be in text
         if line.strip():
             yield _parse_line(line, f"{path}:{number}", salt)
 
@@ -127,6 +127,9 @@ def _tokens(value: Mapping[str, Any], where: str) -> TokenIds | None:
     if not isinstance(tokens, list):
         raise PromptError(f"{where}: 'tokens' is a list of ids, found {type(tokens).__name__}")
     try:
+        if not all(isinstance(token, int) for token in tokens):
+            other = next(token for token in tokens if not isinstance(token, int))
+            raise PromptError(f"{where}: token ids are whole numbers, found {json.dumps(other)[:40]}")
         return token_words(tokens)
     except KeyInputError as problem:
         raise PromptError(f"{where}: {problem}") from None

@@ -106,6 +106,8 @@ INPUTS = [
     (("--prompts", "unknown.jsonl"), b"unknown.jsonl:1: unknown field 'salty'"),
     (("--prompts", "negative.jsonl"), b"negative.jsonl:1: "),
     (("--prompts", "half.jsonl"), rb"half.jsonl:1: \ud800 is half of a surrogate pair"),
+    (("--prompts", "none.jsonl"), b"none.jsonl: no prompt is in the file"),
+    (("--prompts", "text.jsonl"), b'text.jsonl:1: token ids are whole numbers, found "x"'),
     (("--prompts", "two.jsonl"), b"two.jsonl:1: expected an object with one of"),
     (("--prompts", "prompts.jsonl", "--no-such-option"), b"No such option"),
     (("--prompts", "prompts.jsonl", "--chunk-tokens", "0"), b"--chunk-tokens"),
@@ -123,6 +125,8 @@ def test_wrong_input_is_exit_2(
         "unknown.jsonl": b'{"tokens": [1], "salty": "x"}',
         "negative.jsonl": b'{"tokens": [-1]}',
         "half.jsonl": rb'{"prompt": "a\ud800"}',
+        "none.jsonl": b"\n\n",
+        "text.jsonl": b'{"tokens": [1, "x"]}',
         "two.jsonl": b'{"tokens": [1], "prompt": "x"}',
     }.items():
         (scene.folder / name).write_bytes(content)
@@ -136,7 +140,10 @@ def test_wrong_input_is_exit_2(
     [
         (("--codec", "lzma"), b"unknown codec 'lzma'"),
         (("--codec", "int8"), b"codec int8 loses precision"),
-        (("--piece-tokens", "7"), b"--piece-tokens 7 is no multiple of --chunk-tokens 4"),
+        (
+            ("--piece-tokens", "7"),
+            b"no multiple of --chunk-tokens 4\n  next: pass --piece-tokens 4",
+        ),
         (("--engine", "abacus"), b"'abacus'"),
         (("--durability", "forever"), b"'forever'"),
         (("--batch-size", "0"), b"--batch-size"),
@@ -163,6 +170,29 @@ def test_a_model_that_is_none_is_exit_2(inside: Inside, scene: Scene, command: s
     ran = inside(*command.split(), "--store", "kv", "--model", model, "--prompts", "prompts.jsonl")
     check(ran, 2)
     assert said in ran.stderr
+
+
+@pytest.mark.parametrize("call", ["inspect prompt", "pin prompt", "rm prompt"])
+def test_a_prompt_without_tokens_is_exit_2(patterned: Inside, scene: Scene, call: str):
+    (scene.folder / "ids.json").write_text("[]")
+    ran = patterned(*scene.call(call))
+    check(ran, 2)
+    assert b"ids.json: the prompt is empty" in ran.stderr
+
+
+def test_pieces_of_bench_hold_whole_chunks(patterned: Inside, scene: Scene):
+    ran = patterned(*scene.call("bench ttft"), "--chunk-tokens", "100")
+    check(ran, 2)
+    assert b"--piece-tokens 1024 is no multiple of --chunk-tokens 100\n  next: pass --piece-tokens 1000" in ran.stderr
+
+
+def test_any_character_may_stand_in_a_prompt(patterned: Inside, scene: Scene):
+    """Line separators of Unicode end no line of JSON."""
+    line = json.dumps({"name": "a\u2028b\x85c", "prompt": "x\u2028y\u2029z\x85"}, ensure_ascii=False)
+    (scene.folder / "prompts.jsonl").write_text(f"{line}\r\n", encoding="utf-8", newline="")
+    ran = patterned(*scene.call("warm"), "--json")
+    check(ran, 0, ("--json",))
+    assert json.loads(ran.lines[-1])["num_complete"] == 1
 
 
 def test_an_unknown_dtype_is_exit_2(inside: Inside, scene: Scene):

@@ -247,6 +247,8 @@ def test_exit_code(inside, made_store, situation, command, flags):
         (("init",), 2, b"no store is named"),
         (("inspect", "ffffffffff", "--store", "a store"), 2, b"no namespace and no chunk starts with 'ffffffffff'"),
         (("inspect", "not hex", "--store", "a store"), 2, b"expected a file, a fingerprint or a key, found 'not hex'"),
+        (("inspect", "gone.safetensors"), 2, b"gone.safetensors: there is no such file"),
+        (("inspect", "./a store"), 2, b"found a directory\n  next: for a store: --store ./a store"),
         (("inspect", "", "--store", "a store"), 2, b"expected a file, a fingerprint or a key, found ''"),
     ],
 )
