@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from lmcache_cli.store import ChunkBuffer, ChunkRef, Entry, Match, Namespace, Store
 from lmcache_cli.store.acceptances import read_acceptances
+from lmcache_cli.store.chain import StoreChain
 from lmcache_format.acceptance import Acceptance
 from lmcache_format.dtypes import Dtype
 from lmcache_format.keys import ChunkKey, MultimodalItem, Tokens
@@ -171,7 +172,7 @@ class AcceptedNamespaces:
 
     def __init__(
         self,
-        store: Store,
+        store: Store | StoreChain,
         namespace_of: Callable[[str | None], Namespace],
         consumer: Mapping[str, str],
         *,

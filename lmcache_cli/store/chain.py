@@ -22,6 +22,7 @@ from lmcache_format.keys import ChunkKey, KeyList, MultimodalItem
 from lmcache_format.shard import ShardMeta
 from lmcache_format.superblock import Operation
 
+from .acceptances import copy_acceptances, read_acceptances
 from .chunk import ChunkBuffer
 from .errors import NoSuchNamespace, Refused, StoreError
 from .events import Event, Events
@@ -30,7 +31,7 @@ from .live_index import WriterOptions
 from .matching import ChunkRef, Match, ReadResult
 from .namespace import Namespace
 from .promotion import Promoter, PromotionOptions
-from .reading import ReadFault
+from .reading import Fault, ReadFault
 from .state import Entry
 from .store import Store
 
@@ -125,13 +126,15 @@ class ChainedNamespace(Namespace):
 
     def shards(self, key: ChunkKey) -> list[Entry]:
         """The shards of the first store that has the chunk, whole."""
-        return self._holder(key).shards(key)
+        holder = self._holder(key)
+        return super().shards(key) if holder is None else holder.shards(key)
 
     def headers(self, wanted: Sequence[tuple[ChunkRef, Entry]]) -> list[ShardMeta | None]:
-        """See `Namespace`; every shard is asked of the store that lists it."""
+        """See `Namespace`. Every shard is asked of the store that has its chunk; those behind have until their
+        deadline."""
         found: list[ShardMeta | None] = []
         for holder, group in groupby(wanted, key=lambda one: self._holder(one[0].key)):
-            ask = super().headers if holder is self else holder.headers
+            ask = super().headers if holder is None else holder.headers
             found += ask(list(group))
         return found
 
@@ -145,7 +148,8 @@ class ChainedNamespace(Namespace):
         runs: list[Answer] = []
         for chunk in match.chunks():
             start = chunk.depth * self.identity.chunk_tokens
-            url = self._holder(chunk.key)._backend.url
+            holder = self._holder(chunk.key)
+            url = self._backend.url if holder is None else holder.url
             if runs and runs[-1].url == url:
                 runs[-1] = replace(runs[-1], stop=start + chunk.num_tokens)
             else:
@@ -194,10 +198,12 @@ class ChainedNamespace(Namespace):
 
     def _read_behind(self, chunk: ChunkRef, out: ChunkBuffer, first: ReadFault) -> int:
         self._asks_far = True
+        told = first
         for far in self.behind:
             try:
                 fetched = far.read(chunk, out)
-            except ReadFault:
+            except ReadFault as fault:
+                told = fault if told.fault is Fault.MISSING else told
                 continue
             size_bytes = sum(one.size_bytes for one in fetched)
             for one in fetched:
@@ -206,19 +212,16 @@ class ChainedNamespace(Namespace):
                 else:
                     self._promoter.offer(one)
             return size_bytes
-        raise first
+        raise told
 
     def _most_readers(self, is_large: bool) -> int:
         return self._reader_threads if self._asks_far else super()._most_readers(is_large)
 
-    def _holder(self, key: ChunkKey) -> Namespace:
+    def _holder(self, key: ChunkKey) -> FarNamespace | None:
+        """The first store behind that has a chunk which the first store lacks; None: the first store, or nobody."""
         if self._count_present(KeyList(key)):
-            return self
-        for far in self.behind:
-            namespace = far.answering()
-            if namespace is not None and namespace._count_present(KeyList(key)):
-                return namespace
-        return self
+            return None
+        return next((far for far in self.behind if self._matched_behind(far, KeyList(key))), None)
 
     def _is_anywhere(self) -> bool:
         """Whether any store lists a chunk."""
@@ -337,6 +340,7 @@ class StoreChain:
         def opener() -> Namespace:
             store = far.open()
             store.admit(identity, create=False, missing_ok=True, allow_unverified=allow_unverified)
+            self._bring_acceptances(store, identity)
             return Namespace(
                 store.backend,
                 identity,
@@ -348,6 +352,17 @@ class StoreChain:
             )
 
         return FarNamespace(far.url, identity, opener, self.events, self.options.far)
+
+    def _bring_acceptances(self, store: Store, identity: Identity) -> None:
+        """What is read from behind was computed by the engines of others: what probes found of them is needed here."""
+        if not self.options.promotion.is_on or not self.first.may(Operation.WRITE):
+            return
+        try:
+            if read_acceptances(store.backend, identity.fingerprint, self.events):
+                self.first.admit(identity, create=True, missing_ok=False, allow_unverified=True)
+                copy_acceptances(store.backend, self.first.backend, identity.fingerprint, self.events)
+        except BackendError as problem:
+            self.events.problem(Event.PROMOTION_FAILED, f"{self.url}: acceptances", problem)
 
     def close(self) -> None:
         """Give back what the back-ends hold."""

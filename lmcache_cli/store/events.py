@@ -42,6 +42,17 @@ class Event(StrEnum):
     PROMOTION_FAILED = "promotion_failed"
 
 
+FAR_EVENTS = (
+    Event.FAR_READ,
+    Event.FAR_BYTES_READ,
+    Event.FAR_UNAVAILABLE,
+    Event.PROMOTED,
+    Event.PROMOTION_SKIPPED,
+    Event.PROMOTION_FAILED,
+)
+"""Of stores behind another one, and of what was copied from them."""
+
+
 class Events:
     """Thread-safe counters. `problem` also logs, the first time it is told about a thing."""
 

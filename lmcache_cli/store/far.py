@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import ParamSpec, TypeVar
 
 from lmcache_cli.backends import Backend, BackendError, Capabilities, CircuitOpen, ReadHandle, open_backend
 from lmcache_cli.backends.breaker import CircuitBreaker
@@ -23,9 +24,9 @@ from lmcache_cli.backends.wrapper import BackendWrapper, HandleWrapper
 from lmcache_format.errors import FormatError
 from lmcache_format.geometry import Part, part_bytes, whole_part
 from lmcache_format.identity import Identity
-from lmcache_format.keys import KeyList
+from lmcache_format.keys import ChunkKey, KeyList
 from lmcache_format.names import identity_path, is_lossless_label
-from lmcache_format.shard import ShardHeader
+from lmcache_format.shard import ShardHeader, ShardMeta
 
 from .chunk import ChunkBuffer
 from .copying import MemoryHandle, check_size, most_shard_bytes
@@ -38,6 +39,8 @@ from .reading import Fault, ReadFault, Wanted, as_fault, read_header, read_part
 from .state import Entry
 from .store import Store
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _TRIES = 3
 _NEVER = -float("inf")
 
@@ -184,7 +187,7 @@ class FarNamespace:
             if self._opening is None:
                 self._opening = self._index_thread.submit(self._opener)
             opening = self._opening
-        with suppress(FutureTimeout, Exception):  # what it raised is looked at below
+        with suppress(FutureTimeout, Exception, CancelledError):  # what it raised is looked at below
             opening.result(timeout=max(wait_s, 0.0))
         if not opening.done():
             return None
@@ -231,6 +234,36 @@ class FarNamespace:
         except FutureTimeout:
             self.breaker.failed()
             self._events.problem(Event.FAR_UNAVAILABLE, self.url, f"its index took over {self.options.timeout_s:g} s")
+
+    def shards(self, key: ChunkKey) -> list[Entry]:
+        """The shards that hold a chunk, as far as is known. Waits for nothing."""
+        namespace = self.answering()
+        return [] if namespace is None else namespace.shards(key)
+
+    def headers(self, wanted: Sequence[tuple[ChunkRef, Entry]]) -> list[ShardMeta | None]:
+        """See `Namespace.headers`. Waits until the deadline; None for what did not come by then."""
+        namespace = self.answering()
+        if namespace is None:
+            return [None] * len(wanted)
+        deadline = time.monotonic() + self.options.timeout_s
+        asked = [self._submit(namespace.headers, [one]) for one in wanted]
+        found: list[ShardMeta | None] = []
+        for future in asked:
+            if future is None:
+                found.append(None)
+                continue
+            try:
+                found += future.result(timeout=max(0.0, deadline - time.monotonic()))
+            except FutureTimeout:
+                future.cancel()
+                found.append(None)
+            except (Exception, CancelledError) as problem:  # noqa: BLE001  the serving path: any doubt is a miss
+                self._events.problem(Event.FAR_UNAVAILABLE, self.url, f"{type(problem).__name__}: {problem}")
+                found.append(None)
+        if any(future is not None and (future.cancelled() or not future.done()) for future in asked):
+            self.breaker.failed()
+            self._events.problem(Event.FAR_UNAVAILABLE, self.url, f"headers took over {self.options.timeout_s:g} s")
+        return found
 
     def read(self, chunk: ChunkRef, out: ChunkBuffer) -> list[Fetched]:
         """Fill `out` with a chunk, every byte checked; returns what was fetched, for the caller to give back.
@@ -347,11 +380,16 @@ class FarNamespace:
         return done
 
     def _begin(self, namespace: Namespace, wanted: Wanted, piece: Part, deadline: float) -> _Fetch:
-        try:
-            future = self._readers.submit(self._fetch, namespace, wanted, piece, deadline)
-        except RuntimeError as problem:  # closed meanwhile, or the process ends
-            raise ReadFault(Fault.UNAVAILABLE, wanted.name.path, problem) from problem
+        future = self._submit(self._fetch, namespace, wanted, piece, deadline)
+        if future is None:
+            raise ReadFault(Fault.UNAVAILABLE, wanted.name.path, "no thread could be started to read it")
         return _Fetch(wanted, piece, future)
+
+    def _submit(self, work: Callable[P, T], *arguments: P.args, **how: P.kwargs) -> Future[T] | None:
+        try:
+            return self._readers.submit(work, *arguments, **how)
+        except RuntimeError:  # closed meanwhile, or the process ends
+            return None
 
     def _take(self, namespace: Namespace, entry: Entry, fetch: _Fetch, out: ChunkBuffer, deadline: float) -> Fetched:
         """Wait for a shard, check it and place it. Damage is believed when it was seen twice."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from lmcache_cli.backends import Durability
+from lmcache_cli.store.chain import ChainOptions
 from lmcache_format.identity import CHUNK_TOKENS
 
 
@@ -20,6 +21,10 @@ class ConnectorOptions:
     """What can be said in `kv_connector_extra_config`. Only `store` has to be.
 
     - `store`: URL or path of the store; `create_store` makes one where there is none.
+    - `archive`: stores that are asked, in this order, for what `store` lacks, and never written. After
+      `archive_timeout_s` a read from one has failed; one that keeps failing is left alone for a while. What they give
+      is copied to `store` in the background if `promote`, but not while that lists more than `promote_max_store_bytes`
+      or its disk has less than `promote_min_free_bytes` free.
     - `load`, `save`: whether requests use the store, whether it grows. `save_decode`: generated tokens, too.
     - `load_async`: requests wait for their load while others run; by default on devices, not on the CPU.
     - `partial_chunks`: save the rest of a prompt that fills no chunk, too.
@@ -39,6 +44,11 @@ class ConnectorOptions:
 
     store: str
     create_store: bool = False
+    archive: tuple[str, ...] = ()
+    archive_timeout_s: float = 5.0
+    promote: bool = True
+    promote_max_store_bytes: int | None = None
+    promote_min_free_bytes: int = 1 << 30
     load: bool = True
     save: bool = True
     save_decode: bool = False
@@ -71,7 +81,17 @@ class ConnectorOptions:
             raise OptionError('kv_connector_extra_config: "store" is missing; give the URL or path of a store')
         for key, value in given.items():
             _check(key, value)
-        return cls(**given)
+        return cls(**{**given, "archive": _urls(given.get("archive"))})
+
+    @property
+    def chain_options(self) -> ChainOptions:
+        """How `archive` is asked."""
+        return ChainOptions.of(
+            timeout_s=self.archive_timeout_s,
+            promote=self.promote,
+            promote_max_store_bytes=self.promote_max_store_bytes,
+            promote_min_free_bytes=self.promote_min_free_bytes,
+        )
 
     @property
     def durability_level(self) -> Durability:
@@ -81,6 +101,10 @@ class ConnectorOptions:
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "store": (str,),
+    "archive": (str, list, tuple, type(None)),
+    "archive_timeout_s": (int, float),
+    "promote_max_store_bytes": (int, type(None)),
+    "promote_min_free_bytes": (int,),
     "encoding": (str,),
     "durability": (str,),
     "model_name": (str, type(None)),
@@ -93,14 +117,28 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
+_MAY_BE_ZERO = ("promote_max_store_bytes", "promote_min_free_bytes")
+
+
+def _urls(given: Any) -> tuple[str, ...]:
+    """One URL, or several. Raises `OptionError`."""
+    urls = (given,) if isinstance(given, str) else tuple(given or ())
+    for url in urls:
+        if not isinstance(url, str) or not url:
+            raise OptionError(f"kv_connector_extra_config: 'archive' has {url!r}; expected URLs or paths of stores")
+    return urls
+
+
 def _check(key: str, value: Any) -> None:
     kinds = _KINDS.get(key, (bool,))
     is_right = isinstance(value, kinds) and not (isinstance(value, bool) and bool not in kinds)
     if not is_right:
         names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
         raise OptionError(f"kv_connector_extra_config: {key!r} is {value!r}; expected {names}")
-    if bool not in kinds and isinstance(value, int | float) and value <= 0:
-        raise OptionError(f"kv_connector_extra_config: {key!r} is {value!r}; expected more than zero")
+    is_number = bool not in kinds and isinstance(value, int | float)
+    if is_number and (value < 0 or (value == 0 and key not in _MAY_BE_ZERO)):
+        least = "zero or more" if key in _MAY_BE_ZERO else "more than zero"
+        raise OptionError(f"kv_connector_extra_config: {key!r} is {value!r}; expected {least}")
     if key == "durability" and value.upper() not in Durability.__members__:
         known = ", ".join(sorted(name.lower() for name in Durability.__members__))
         raise OptionError(f"kv_connector_extra_config: 'durability' is {value!r}; expected one of {known}")

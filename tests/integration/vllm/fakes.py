@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -222,6 +222,7 @@ class FakeEngine:
         load_timeout_s: float = 20.0,
         clock: Any = None,
         settles: bool = False,
+        open_store: Callable[[Any], Any] = Store.open,
         **options: Any,
     ) -> None:
         self.identity = identity
@@ -231,7 +232,8 @@ class FakeEngine:
         self.overlap = overlap
         self.budget = budget
         self.blocks = Blocks(num_blocks, block_size, prefix_caching)
-        self.store = Store.open(store_url)
+        self.open_store = open_store
+        self.store = open_store(store_url)
         self.scheduler_namespaces = Namespaces(self.store, identity, need=whole_part(identity))
         self.scheduler = StoreScheduler(
             self.scheduler_namespaces.of,
@@ -272,7 +274,7 @@ class FakeEngine:
         part = rank_part(identity, number % tp, tp, layers)
         num_slots = (self.blocks.num_blocks + 1) * self.blocks.block_size
         pages: Pages = pages_of(identity, part, num_slots)
-        namespaces = Namespaces(Store.open(self.worker_backend()), identity, need=part, writer=WriterOptions())
+        namespaces = Namespaces(self.open_store(self.worker_backend()), identity, need=part, writer=WriterOptions())
         pools = [MemoryPool(identity, part, 4), MemoryPool(identity, part, 4), MemoryPool(identity, part, save_buffers)]
         worker = StoreWorker(
             namespaces.of,
