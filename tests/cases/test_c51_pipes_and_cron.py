@@ -12,19 +12,9 @@ from lmcache_cli.commands.root import COMMANDS
 from tests.cases.every_command import CALLS, Scene, copy_scene
 from tests.cases.pattern_engine import ENGINE_IDENTITY
 from tests.cli.conftest import Inside, Program
+from tests.cli.test_pipes import PLAIN_SURROUNDINGS
 from tests.marks import slow_after
 
-SURROUNDINGS = [
-    {"TERM": ""},
-    {"TERM": "dumb"},
-    {"TERM": "xterm-256color", "COLORTERM": "truecolor"},
-    {"COLUMNS": "0"},
-    {"COLUMNS": "40"},
-    {"COLUMNS": "400"},
-    {"NO_COLOR": "1"},
-    {"CI": "1"},
-    {"FORCE_COLOR": "1"},
-]
 MEASURING = ("doctor",)  # prints what it measured, which differs from run to run
 GARBAGE = (b"\x1b", b"\r", b"\b")
 
@@ -43,7 +33,7 @@ def test_every_command_is_among_the_calls():
 @pytest.mark.parametrize("flags", slow_after(1, [("--json",), ()]))
 @pytest.mark.parametrize("name", CALLS)
 def test_the_same_whole_lines_everywhere(patterned: Inside, long_scene: Scene, name: str, flags: tuple[str, ...]):
-    runs = [patterned(*long_scene.call(name), *flags, env=env) for env in SURROUNDINGS]
+    runs = [patterned(*long_scene.call(name), *flags, env=env) for env in PLAIN_SURROUNDINGS]
     assert {run.code for run in runs} == {0}, runs[0].stderr
     for run in runs:
         assert not any(byte in run.stdout + run.stderr for byte in GARBAGE)

@@ -9,7 +9,10 @@ import pytest
 
 from lmcache_cli.store import Namespace, Store
 from lmcache_format.identity import Identity
-from tests.store.pattern import tiny_identity
+from tests.store.pattern import document, put_document, tiny_identity
+
+NUM_CHUNKS = 10
+DOCUMENT = document(NUM_CHUNKS * 4)
 
 
 @pytest.fixture
@@ -32,3 +35,11 @@ def store(root: Path) -> Iterator[Store]:
 def namespace(store: Store, identity: Identity) -> Iterator[Namespace]:
     with store.namespace(identity, create=True) as made:
         yield made
+
+
+@pytest.fixture
+def filled(root: Path, identity: Identity) -> Path:
+    """A store with one document of ten chunks."""
+    with Store.create(str(root)) as store, store.namespace(identity, create=True) as namespace:
+        put_document(namespace, DOCUMENT)
+    return root

@@ -21,19 +21,10 @@ from lmcache_cli.store.verify import VerifyOptions, verify
 from lmcache_format.identity import Identity
 from lmcache_format.segment import RemoveReason
 from lmcache_format.superblock import Superblock
+from tests.store.conftest import DOCUMENT, NUM_CHUNKS
 from tests.store.pattern import document, hit, put_document
 
-NUM_CHUNKS = 10
-DOCUMENT = document(NUM_CHUNKS * 4)
 BOTH = pytest.mark.parametrize("deep", [False, True])
-
-
-@pytest.fixture
-def filled(root: Path, identity: Identity) -> Path:
-    """A store with one document of ten chunks."""
-    with Store.create(str(root)) as store, store.namespace(identity, create=True) as namespace:
-        put_document(namespace, DOCUMENT)
-    return root
 
 
 def shards(root: Path) -> list[Path]:

@@ -25,19 +25,10 @@ from lmcache_format.geometry import Part
 from lmcache_format.identity import Fingerprint, Identity, fingerprint_of
 from lmcache_format.segment import RemoveReason
 from tests.store.altered_shards import in_format
-from tests.store.pattern import document, put_document
+from tests.store.conftest import DOCUMENT, NUM_CHUNKS
+from tests.store.pattern import put_document
 
 LEVELS = tuple(Level)
-NUM_CHUNKS = 10
-DOCUMENT = document(NUM_CHUNKS * 4)
-
-
-@pytest.fixture
-def filled(root: Path, identity: Identity) -> Path:
-    """A store with one document of ten chunks."""
-    with Store.create(str(root)) as store, store.namespace(identity, create=True) as namespace:
-        put_document(namespace, DOCUMENT)
-    return root
 
 
 def shards(root: Path) -> list[Path]:
