@@ -9,7 +9,7 @@ import logging
 import time
 from asyncio import CancelledError
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from lmcache_format.keys import KeyList
 
 from .memory import MemoryObj, MemoryPool
 from .pages import BlockSpan, Pages
+from .threads import settled
 
 _LOG = logging.getLogger("lmcache.runtime")
 
@@ -51,21 +52,29 @@ class Loader:
     """Executes loads one after the other; use one for each thread that loads.
 
     Up to `depth` chunks (at most as many as `pool` holds) are read at a time. A load that takes longer than `timeout_s`
-    has failed; the buffers that are still being read into come back when that is over.
+    has failed; the buffers that are still being read into come back when that is over. Reads run on `cores`, if given.
     """
 
-    def __init__(self, pages: Pages, pool: MemoryPool, *, depth: int = 8, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        pages: Pages,
+        pool: MemoryPool,
+        *,
+        depth: int = 8,
+        timeout_s: float = 30.0,
+        cores: Collection[int] | None = None,
+    ) -> None:
         self._pages = pages
         self._pool = pool
         self._depth = min(depth, pool.num_chunks)
         self._timeout_s = timeout_s
-        self._reader = ThreadPoolExecutor(4, thread_name_prefix="lmcache-load")
+        self._reader = ThreadPoolExecutor(4, thread_name_prefix="lmcache-load", initializer=settled(cores=cores))
 
     def load(self, namespace: Namespace, request: LoadRequest) -> LoadOutcome:
         """Load; blocks, and never raises for what the store or the memory holds. Tokens after a chunk that failed are
         not written, since their keys name a prefix which the engine does not have."""
         deadline = time.monotonic() + self._timeout_s
-        hear_of(namespace, request.chunks)
+        namespace.hear_of(KeyList(b"".join(chunk.key for chunk in request.chunks)))
         waiting = deque(request.chunks)
         readings: deque[_Reading] = deque()
         position, size_bytes = request.start, 0
@@ -122,14 +131,6 @@ class Loader:
             _LOG.exception("chunk %d cannot be written to the pages", chunk.depth)
             return f"{type(problem).__name__}: {problem}"
         return ""
-
-
-def hear_of(namespace: Namespace, chunks: Sequence[ChunkRef]) -> None:
-    """Make sure that this process's index knows chunks which another process promised: a reader's own view may be older
-    than the promise."""
-    keys = KeyList(b"".join(chunk.key for chunk in chunks))
-    if namespace.match_keys(keys) < len(keys):
-        namespace.refresh()
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from lmcache_cli.backends import BackendError, NoSpace
@@ -14,6 +14,7 @@ from lmcache_cli.store import ChunkRef, Namespace, PutStatus, StoreError
 from lmcache_format.errors import FormatError
 
 from .memory import MemoryObj
+from .threads import settled
 
 _LOG = logging.getLogger("lmcache.runtime")
 _FAILED_REMEMBERED = 4096
@@ -35,7 +36,7 @@ class BackgroundWriter:
     sequence: without their parent they could never be found. A full device stops writing for `pause_s`.
 
     The index is flushed once nothing was written for `flush_idle_s`. `on_saved` is called for every chunk that is in
-    the store now, by the writer's thread.
+    the store now, by the writer's thread, which runs on `cores` if they are given, and gives way to others.
     """
 
     def __init__(
@@ -44,9 +45,11 @@ class BackgroundWriter:
         pause_s: float = 30.0,
         flush_idle_s: float = 2.0,
         on_saved: Callable[[ChunkRef], None] | None = None,
+        cores: Collection[int] | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._on_saved = on_saved
+        self._settle = settled(cores=cores, is_background=True)
         self._pause_s = pause_s
         self._flush_idle_s = flush_idle_s
         self._paused_until = -float("inf")
@@ -94,6 +97,7 @@ class BackgroundWriter:
         self._thread.join(timeout=max(1.0, timeout_s))
 
     def _run(self) -> None:
+        self._settle()
         while True:
             job = self._next()
             if job is None:

@@ -95,6 +95,9 @@ class Retrieval(LiveIndex):
                 check_wanted(header, expected)
             except (BackendError, FormatError):
                 return None
+            except (Exception, CancelledError) as problem:  # noqa: BLE001  the serving path: any doubt is a no
+                self.events.problem(Event.READ_UNAVAILABLE, expected.name.path, problem)
+                return None
             return header.meta if header.meta.nonce == one[1].nonce else None
 
         if self._can_probe or len(wanted) < LEAST_READERS:

@@ -30,7 +30,6 @@ from tests.store.pattern import document, hit, put_document, refs
 
 PROMPT = document(35, 23)
 CHUNK, BLOCK = 8, 4
-DAMAGE = {"bad-checksum", "short-read", "truncated", "flipped", "empty"}
 FAILURES = [
     "exception",
     "cancelled",
@@ -128,6 +127,10 @@ def test_what_was_not_loaded_is_told_and_never_read(
         assert (request.status, request.output) == (Status.FINISHED, sound)
     else:
         assert (request.status, request.output) == (Status.ERROR, [])
+        engine.blocks.clear()
+        following = engine.run("next", PROMPT, max_tokens=4)
+        assert (following.status, following.output) == (Status.FINISHED, sound)
+        assert sum(following.promised) <= CHUNK  # the engine has ended the request before it told of its load
     failure.go_on.set()
     engine.settle()
     engine.assert_at_rest()
@@ -135,10 +138,7 @@ def test_what_was_not_loaded_is_told_and_never_read(
 
     with Store.open(str(store_dir)) as store, store.namespace(identity) as namespace:
         found = hit(namespace, PROMPT)  # every element compared: nothing was stored that rests on the failed load
-    if policy == "recompute" or name not in {*DAMAGE, "missing"}:
-        assert found == 32
-    else:
-        assert found == CHUNK
+    assert found == 32
     if name in ("truncated", "flipped", "empty"):
         assert list((store_dir / "quarantine").rglob("*.safetensors*"))
 

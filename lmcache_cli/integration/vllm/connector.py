@@ -5,7 +5,6 @@ vLLM imports this module in every process, so that everything heavy is imported 
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import sys
 from collections import Counter
@@ -16,14 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 
-from .options import ConnectorOptions, OptionError
+from .engine_log import join_engine_log
+from .options import ConnectorOptions
 from .plan import StepPlan, StepReport
 from .steps import BlockTables
+from .versions import require_version
 
 if TYPE_CHECKING:
     from lmcache_cli.integration.acceptance import AcceptedNamespaces
     from lmcache_cli.runtime.namespaces import Namespaces
     from lmcache_cli.store import Store
+    from lmcache_cli.store.chain import StoreChain
     from lmcache_format.geometry import Part
     from lmcache_format.identity import Identity
 
@@ -38,7 +40,6 @@ except ImportError:  # before 0.18; such versions are refused below
 
 _LOG = logging.getLogger("lmcache.vllm")
 NAME = "LMCacheStoreConnector"
-OLDEST = (0, 29)
 
 
 @dataclass
@@ -63,7 +64,8 @@ class LMCacheStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """Loads KV of known prefixes from a store and saves new ones to it. Options: `options.ConnectorOptions`."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None, **kwargs: Any) -> None:
-        _require_version(vllm_config, kv_cache_config)
+        join_engine_log()
+        require_version(_vllm_version(), has_cache_config=kv_cache_config is not None)
         super().__init__(vllm_config, role, kv_cache_config)
         options = ConnectorOptions.parse(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
         self.options = options if options.digest_cache else replace(options, digest_cache=_digest_cache())
@@ -91,7 +93,7 @@ class LMCacheStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         options = self.options
         store = self._open_store()
         self._namespaces = self._open_namespaces(store, whole_part(self._identity), is_writer=False)
-        is_near = store.backend.capabilities.cheap_stat
+        is_near = store.backend.capabilities.cheap_stat and not options.archive
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
         on_cpu, ranks = _is_cpu(), ranks_of(vllm_config)
         prefixes_of: Callable[[str | None], Prefixes] = self._namespaces.of
@@ -124,6 +126,7 @@ class LMCacheStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         start."""
         from lmcache_cli.runtime.loading import Loader
         from lmcache_cli.runtime.memory import MemoryPool
+        from lmcache_cli.runtime.threads import parent_cores
 
         from .identity import part_of_rank, ranks_of, writes_part
         from .paging import layer_numbers, open_pages, supported_group
@@ -134,20 +137,30 @@ class LMCacheStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         numbers = list(layer_numbers(list(supported_group(self._kv_cache_config).layer_names)))
         part = part_of_rank(identity, ranks, rank, (numbers[0], numbers[-1] + 1))
         pages = open_pages(config, self._kv_cache_config, kv_caches, identity, part)
-        self._namespaces = self._open_namespaces(self._open_store(), part, is_writer=options.save)
+        store = self._open_store()
+        self._namespaces = self._open_namespaces(store, part, is_writer=options.save)
         pools = [MemoryPool(identity, part, 8) for _ in range(2)]
+        cores = parent_cores() if _is_cpu() else None
         self.worker = StoreWorker(
             self._namespaces.of,
             pages,
-            loader=Loader(pages, pools[0], timeout_s=options.load_timeout_s),
-            async_loader=Loader(pages, pools[1], timeout_s=options.load_timeout_s),
+            loader=Loader(pages, pools[0], timeout_s=options.load_timeout_s, cores=cores),
+            async_loader=Loader(pages, pools[1], timeout_s=options.load_timeout_s, cores=cores),
             save_pool=MemoryPool(identity, part, options.max_pending_saves),
             saves=options.save and writes_part(identity, ranks, rank),
             holds_saves=options.hold_saves or ranks.num_ranks > 1,
             tells_stored=_wants_events(config),
+            cores=cores,
+            is_near=store.backend.capabilities.cheap_stat,
         )
 
-    def _open_store(self) -> Store:
+    def _open_store(self) -> Store | StoreChain:
+        from lmcache_cli.store.chain import StoreChain
+
+        store, options = self._open_first(), self.options
+        return StoreChain(store, options.archive, options.chain_options) if options.archive else store
+
+    def _open_first(self) -> Store:
         from lmcache_cli.store import NoStore, Store, StoreExists
 
         try:
@@ -160,13 +173,15 @@ class LMCacheStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         except StoreExists:  # another rank was faster
             return Store.open(self.options.store)
 
-    def _open_namespaces(self, store: Store, need: Part, *, is_writer: bool) -> Namespaces:
+    def _open_namespaces(self, store: Store | StoreChain, need: Part, *, is_writer: bool) -> Namespaces:
         from lmcache_cli.runtime.namespaces import Namespaces
         from lmcache_cli.store import WriterOptions
 
+        from .identity import producer
+
         options = self.options
         writer = WriterOptions(
-            durability=options.durability_level, encoding=options.encoding, producer=_producer(self._vllm_config)
+            durability=options.durability_level, encoding=options.encoding, producer=producer(self._vllm_config)
         )
         return Namespaces(
             store,
@@ -316,6 +331,8 @@ class LMCacheStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             counts.update(half.counts if half is not None else {})
         if self.worker is not None:
             counts.update(self.worker.writer.counts)
+        if self._namespaces is not None:
+            counts.update(self._namespaces.archive_counts())
         fresh = {name: count - self._told[name] for name, count in counts.items() if count > self._told[name]}
         self._told = counts
         return StoreStats(data=fresh) if fresh else None
@@ -348,18 +365,10 @@ class LMCacheStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 _NO_REPORT = StepReport()
 
 
-def _require_version(vllm_config: Any, kv_cache_config: Any) -> None:
+def _vllm_version() -> str:
     from vllm import __version__
 
-    numbers = tuple(int(part) for part in __version__.split(".")[:2] if part.isdigit())
-    is_development = numbers in ((), (0, 0), (0, 1))
-    if not is_development and numbers < OLDEST:
-        wanted = ".".join(map(str, OLDEST))
-        raise RuntimeError(
-            f"this connector needs vLLM {wanted} or newer, found {__version__}: pages differ before that"
-        )
-    if kv_cache_config is None or not vllm_config.kv_transfer_config:
-        raise OptionError("the connector was built without kv_cache_config; use vLLM 0.29 or newer")
+    return str(__version__)
 
 
 def _engine_identity(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions) -> Identity:
@@ -401,22 +410,6 @@ def _digest_cache() -> str:
     from vllm import envs
 
     return str(Path(envs.VLLM_CACHE_ROOT) / "lmcache-toolkit")
-
-
-def _producer(vllm_config: Any) -> dict[str, Any]:
-    from vllm import __version__
-
-    from lmcache_cli import __version__ as own_version
-
-    parallel = vllm_config.parallel_config
-    return {
-        "engine": "vllm",
-        "vllm": __version__,
-        "torch": importlib.metadata.version("torch"),
-        "lmcache-toolkit": own_version,
-        "tensor_parallel": parallel.tensor_parallel_size,
-        "pipeline_parallel": parallel.pipeline_parallel_size,
-    }
 
 
 def _register() -> None:

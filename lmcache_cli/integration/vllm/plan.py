@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from lmcache_cli.runtime.pages import BlockSpan
 from lmcache_cli.store import ChunkRef
+from lmcache_format.keys import ChunkKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +84,14 @@ class StepReport:
     `done` counts for each step the ranks that are through with it, `failed` names steps in which a load that a forward
     needed has failed on some rank. Loads that failed are in `dropped`, too: their chunks are to be saved again.
     `stored` counts for each key the ranks that have written their part of that chunk, where anybody wants to know.
+    `unreadable` are chunks that could not be loaded, whether their request still lives or not.
     """
 
     done: Mapping[int, int] = field(default_factory=dict)
     failed: frozenset[int] = frozenset()
     dropped: Mapping[str, DroppedSave] = field(default_factory=dict)
     stored: dict[bytes, int] = field(default_factory=dict)
+    unreadable: frozenset[ChunkKey] = frozenset()
 
     def merged(self, other: StepReport) -> StepReport:
         """Both reports as one; in any order."""
@@ -97,4 +100,5 @@ class StepReport:
         for request_id, drop in other.dropped.items():
             dropped[request_id] = drop.merged(dropped.get(request_id, drop))
         stored = {key: self.stored.get(key, 0) + other.stored.get(key, 0) for key in self.stored | other.stored}
-        return StepReport(done, self.failed | other.failed, dropped, stored)
+        unreadable = self.unreadable | other.unreadable
+        return StepReport(done, self.failed | other.failed, dropped, stored, unreadable)

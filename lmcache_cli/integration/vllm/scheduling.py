@@ -194,13 +194,16 @@ class StoreScheduler:
             self._loads[request_id] = replace(load, chunks=(), is_cancelled=True)
 
     def heard(self, report: StepReport) -> None:
-        """What the ranks reported after a step."""
+        """What the ranks reported after a step. The engine may have ended a request before it tells of its load."""
+        for unreadable in report.unreadable:
+            self._avoid(unreadable)
         for request_id, drop in report.dropped.items():
             state = self._states.get(request_id)
             if state is not None and drop.epoch >= state.epoch:
                 self._rewind(state, drop.depth)
                 if drop.is_load:
-                    self._avoid(state, drop.depth)
+                    state.is_suspect = True
+                    state.limit = min(state.limit, drop.depth * self.options.chunk_tokens)
         for key, ranks in report.stored.items():
             self._written[key] += ranks
             if self._written[key] >= self.options.num_writers:
@@ -352,16 +355,12 @@ class StoreScheduler:
         state.is_tail_saved = False
         state.lookup = None
 
-    def _avoid(self, state: _State, depth: int) -> None:
-        """A chunk could not be loaded, whatever the index says: never promise it to this request again, and to others
-        only when it was saved anew, or after a while."""
-        state.is_suspect = True
-        state.limit = min(state.limit, depth * self.options.chunk_tokens)
-        if state.words is not None and len(state.words) >= (depth + 1) * self.options.chunk_tokens:
-            (chunk,) = state.chain.full(state.words, depth, depth + 1)
-            self._avoided[chunk.key] = self._clock() + self.options.avoid_s
-            while len(self._avoided) > _AVOIDED_REMEMBERED:
-                del self._avoided[next(iter(self._avoided))]
+    def _avoid(self, key: ChunkKey) -> None:
+        """A chunk could not be loaded, whatever the index says: never promise it again to the request that met it, and
+        to others only when it was saved anew, or after a while."""
+        self._avoided[key] = self._clock() + self.options.avoid_s
+        while len(self._avoided) > _AVOIDED_REMEMBERED:
+            del self._avoided[next(iter(self._avoided))]
 
     def _announce(self, chunk: ChunkRef, words: Words) -> None:
         start = chunk.depth * self.options.chunk_tokens

@@ -10,15 +10,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from lmcache_cli.runtime.loading import Loader, LoadOutcome, LoadRequest
 from lmcache_cli.runtime.memory import MemoryPool
 from lmcache_cli.runtime.pages import NULL_BLOCK, Pages
 from lmcache_cli.runtime.saving import BackgroundWriter, SaveJob
+from lmcache_cli.runtime.threads import settled
 from lmcache_cli.store import ChunkRef, Namespace
-from lmcache_format.keys import KeyList
+from lmcache_format.keys import ChunkKey, KeyList
 
 from .plan import DroppedSave, LoadOp, SaveOp, StepPlan, StepReport
 
@@ -29,7 +30,8 @@ class StoreWorker:
     """See the module. `loader` is used by the engine's thread alone, `async_loader` by a thread of this worker.
 
     `saves` is False for a rank whose part another one writes. `holds_saves`: gathered chunks wait for their step to be
-    confirmed by a later plan. `tells_stored`: report which chunks were written.
+    confirmed by a later plan. `tells_stored`: report which chunks were written. `cores`: where the writer and async
+    loads run. `is_near`: the header of a shard is read in no time.
     """
 
     def __init__(
@@ -43,9 +45,11 @@ class StoreWorker:
         saves: bool = True,
         holds_saves: bool = False,
         tells_stored: bool = False,
+        cores: Collection[int] | None = None,
+        is_near: bool = True,
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self.writer = BackgroundWriter(on_saved=self._note_stored if tells_stored else None)
+        self.writer = BackgroundWriter(on_saved=self._note_stored if tells_stored else None, cores=cores)
         self._namespace_of = namespace_of
         self._pages = pages
         self._loader = loader
@@ -53,7 +57,10 @@ class StoreWorker:
         self._save_pool = save_pool
         self._saves = saves
         self._holds_saves = holds_saves
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="lmcache-async-load")
+        self._is_near = is_near
+        self._executor = ThreadPoolExecutor(
+            1, thread_name_prefix="lmcache-async-load", initializer=settled(cores=cores)
+        )
         self._lock = threading.Lock()
         self._pending: set[str] = set()
         self._finished: set[str] = set()
@@ -65,6 +72,7 @@ class StoreWorker:
         self._tainted = -1
         self._started = 0
         self._stored: Counter[bytes] = Counter()
+        self._unreadable: set[ChunkKey] = set()
         self._held: dict[int, list[SaveJob]] = {}
 
     # ---- the engine's step ------------------------------------------------------------------------------------
@@ -121,10 +129,11 @@ class StoreWorker:
         with self._lock:
             dropped, self._dropped = self._dropped, {}
             stored, self._stored = self._stored, Counter()
-        if not (dropped or stored or self._failed_steps or self._done_steps):
+            unreadable, self._unreadable = frozenset(self._unreadable), set()
+        if not (dropped or stored or unreadable or self._failed_steps or self._done_steps):
             return None
         done = dict.fromkeys(self._done_steps | self._failed_steps, 1)
-        report = StepReport(done, frozenset(self._failed_steps), dropped, dict(stored))
+        report = StepReport(done, frozenset(self._failed_steps), dropped, dict(stored), unreadable)
         self._done_steps, self._failed_steps = set(), set()
         return report
 
@@ -196,6 +205,7 @@ class StoreWorker:
                      op.stop - op.start, outcome.reason or "the chunks end before")  # fmt: skip
         depth = outcome.failed_depth if outcome.failed_depth is not None else 0
         with self._lock:
+            self._unreadable.update(chunk.key for chunk in op.chunks if chunk.depth == depth)
             self._bad_blocks |= _bad_blocks(op, outcome.good_stop)
             self._note_dropped(op.request_id, DroppedSave(op.epoch, depth, is_load=True))
         return False
@@ -212,9 +222,10 @@ class StoreWorker:
             return
         try:
             namespace = self._namespace_of(op.adapter)
-            present = 0
+            listed = present = 0
             if not op.is_suspect:
-                present = namespace.match_keys(KeyList(b"".join(chunk.key for chunk in op.chunks)))
+                listed = namespace.match_keys(KeyList(b"".join(chunk.key for chunk in op.chunks)))
+                present = self._num_readable(namespace, op.chunks[:listed])
             self.counts["save_present"] += present
             for number, chunk in enumerate(op.chunks[present:], present):
                 start = chunk.depth * namespace.identity.chunk_tokens
@@ -230,11 +241,21 @@ class StoreWorker:
                 except BaseException:
                     memory.release()
                     raise
-                jobs.append(SaveJob(namespace, chunk, memory, op.is_suspect))
+                jobs.append(SaveJob(namespace, chunk, memory, op.is_suspect or number < listed))
         except Exception:  # noqa: BLE001  the serving path: a save may fail, the engine may not
             _LOG.exception("request %s is saved no further", op.request_id)
             self.counts["save_failed"] += 1
             self._blocked[op.request_id] = _FOR_GOOD
+
+    def _num_readable(self, namespace: Namespace, chunks: Sequence[ChunkRef]) -> int:
+        """How many of these, which the index lists and the scheduler's half has not found, have headers that can be
+        read. Not asked for where that takes long."""
+        if not self._is_near:
+            return len(chunks)
+        shards = [(chunk, entry) for chunk in chunks for entry in namespace.shards(chunk.key)]
+        headers = namespace.headers(shards)
+        lost = {chunk.depth for (chunk, _), header in zip(shards, headers, strict=True) if header is None}
+        return next((number for number, chunk in enumerate(chunks) if chunk.depth in lost), len(chunks))
 
     def _settle(self, plan: StepPlan) -> None:
         for step in plan.confirmed:

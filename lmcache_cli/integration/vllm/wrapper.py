@@ -16,6 +16,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from .engine_log import join_engine_log
 from .options import ConnectorOptions, OptionError
 
 _LOG = logging.getLogger("lmcache.vllm")
@@ -34,13 +35,15 @@ _MISSING = {
 class LMCacheWrapper:
     """See the module. Raises `OptionError` for keys that are unknown or of what is not there, before it touches `llm`.
 
-    `config`: `chunk_size`; `local_disk` or `remote_url`, the store, made where there is none; `local_cpu`: what was
+    `config`: `chunk_size`; `local_disk` or `remote_url`, the store, made where there is none (of both, `remote_url`
+    is only read: it is asked for what `local_disk` lacks); `local_cpu`: what was
     read from a disk stays in memory, which the page cache does in any case; `compression`: none, lossless or fp8 (with
     loss); `save_decode_cache`: save generated tokens, too.
     """
 
     def __init__(self, llm: Any, config: Mapping[str, Any]) -> None:
         options = connector_options(config)
+        join_engine_log()
         self.llm = llm
         self.num_prompt_tokens = 0
         self.saved_prefill_tokens = 0
@@ -59,11 +62,11 @@ class LMCacheWrapper:
             )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """`LLM.generate`; counts what did not have to be computed."""
+        """`LLM.generate`; counts what did not have to be computed, and says so in vLLM's log."""
         return self._counted(self.llm.generate(*args, **kwargs))
 
     def chat(self, *args: Any, **kwargs: Any) -> Any:
-        """`LLM.chat`; counts what did not have to be computed."""
+        """`LLM.chat`; counts what did not have to be computed, and says so in vLLM's log."""
         return self._counted(self.llm.chat(*args, **kwargs))
 
     def close(self) -> None:
@@ -75,7 +78,8 @@ class LMCacheWrapper:
         saved = sum(output.num_cached_tokens or 0 for output in outputs)
         self.num_prompt_tokens += prompt
         self.saved_prefill_tokens += saved
-        _LOG.info("prefill: %d of %d prompt tokens were loaded instead of computed", saved, prompt)
+        share = 100 * saved / max(1, prompt)
+        _LOG.info("prefill saved: %d of %d prompt tokens were not computed again (%.0f %%)", saved, prompt, share)
         return outputs
 
 
@@ -89,8 +93,8 @@ def connector_options(config: Mapping[str, Any]) -> dict[str, Any]:
             hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(_KEYS)}"
             raise OptionError(f"unknown key {key!r}; {hint}")
     stores = [config[key] for key in ("local_disk", "remote_url") if config.get(key)]
-    if len(stores) != 1:
-        raise OptionError(f"one of 'local_disk' and 'remote_url' names the store; found {len(stores)} of them")
+    if not stores:
+        raise OptionError("'local_disk' or 'remote_url' names the store; found neither")
     compression = config.get("compression") or "none"
     if compression not in ENCODINGS:
         raise OptionError(f"'compression' is {compression!r}; expected one of {', '.join(ENCODINGS)}")
@@ -100,6 +104,7 @@ def connector_options(config: Mapping[str, Any]) -> dict[str, Any]:
         "encoding": ENCODINGS[compression],
         "allow_lossy": compression == "fp8",
         "save_decode": config.get("save_decode_cache", False),
+        **({"archive": stores[1:]} if stores[1:] else {}),
         **({"chunk_size": config["chunk_size"]} if "chunk_size" in config else {}),
     }
     ConnectorOptions.parse(options)

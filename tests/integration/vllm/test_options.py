@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,10 +12,12 @@ from typing import Any
 import pytest
 
 from lmcache_cli.backends import Durability
+from lmcache_cli.integration.vllm.engine_log import join_engine_log
 from lmcache_cli.integration.vllm.identity import UnsupportedEngine, cache_dtype, ranks_of
 from lmcache_cli.integration.vllm.options import ConnectorOptions, OptionError
 from lmcache_cli.integration.vllm.paging import check_spec, layer_numbers, supported_group
 from lmcache_cli.integration.vllm.steps import BlockTables
+from lmcache_cli.integration.vllm.versions import UnsupportedVersion, require_version
 from lmcache_format.dtypes import Dtype
 
 
@@ -21,6 +25,16 @@ def test_defaults_and_types():
     options = ConnectorOptions.parse({"store": "/kv", "load_timeout_s": 5, "durability": "data"})
     assert (options.chunk_size, options.load_async, options.save_decode) == (256, None, False)
     assert options.durability_level is Durability.DATA
+
+
+def test_an_archive_is_one_store_or_several():
+    assert ConnectorOptions.parse({"store": "/kv", "archive": "s3://kv"}).archive == ("s3://kv",)
+    given = {"store": "/kv", "archive": ["/old", "s3://kv"], "archive_timeout_s": 2, "promote_min_free_bytes": 0}
+    options = ConnectorOptions.parse(given)
+    assert options.archive == ("/old", "s3://kv")
+    chain = options.chain_options
+    assert (chain.far.timeout_s, chain.promotion.is_on, chain.promotion.min_free_bytes) == (2, True, 0)
+    assert ConnectorOptions.parse({"store": "/kv"}).archive == ()
 
 
 @pytest.mark.parametrize(
@@ -34,11 +48,42 @@ def test_defaults_and_types():
         ({"store": "/kv", "max_pending_saves": 0}, "more than zero"),
         ({"store": "/kv", "durability": "paranoid"}, "expected one of data, full, none"),
         ({"store": 5}, "expected str"),
+        ({"store": "/kv", "archive": 5}, "expected str or list"),
+        ({"store": "/kv", "archive": ["s3://kv", ""]}, "expected URLs or paths"),
+        ({"store": "/kv", "archive_timeout_s": 0}, "more than zero"),
+        ({"store": "/kv", "promote_min_free_bytes": -1}, "zero or more"),
     ],
 )
 def test_what_is_wrong_is_named(given: dict[str, Any], message: str):
     with pytest.raises(OptionError, match=message):
         ConnectorOptions.parse(given)
+
+
+@pytest.mark.parametrize("version", ["0.28.1", "0.26.0rc1", "0.9.2", "0.11.2+cpu"])
+def test_an_older_vllm_is_refused_by_name(version: str):
+    with pytest.raises(UnsupportedVersion, match=rf"needs vLLM 0.29 or newer, found {re.escape(version)}"):
+        require_version(version, has_cache_config=True)
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.32.0", "0.32.1.dev3+g1234", "1.0", "0.1.dev1+gabc", "dev"])
+def test_newer_ones_and_checkouts_are_known_by_what_they_hand_over(version: str):
+    require_version(version, has_cache_config=True)
+    with pytest.raises(UnsupportedVersion, match="without kv_cache_config"):
+        require_version(version, has_cache_config=False)
+
+
+def test_what_is_logged_goes_where_vllms_log_goes(monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+    theirs, ours, root = logging.Logger("vllm", logging.INFO), logging.Logger("lmcache"), logging.Logger("root")
+    theirs.addHandler(handler := logging.Handler())
+    monkeypatch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
+    known = {"lmcache": ours, "vllm": theirs, None: root}
+    monkeypatch.setattr(logging, "getLogger", lambda name=None: known[name])
+    for _ in range(2):
+        join_engine_log()
+    ours.info("once")
+    ours.debug("not at this level")
+    assert said == ["once"]
 
 
 class FullAttentionSpec(SimpleNamespace):

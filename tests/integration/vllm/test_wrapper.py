@@ -30,13 +30,20 @@ def test_the_fields_keys_become_options():
     }
 
 
+def test_a_remote_store_beside_a_local_one_is_its_archive():
+    options = connector_options({**EXAMPLE, "remote_url": "s3://bucket/kv"})
+    assert (options["store"], options["archive"]) == ("/kv", ["s3://bucket/kv"])
+    assert (
+        connector_options({**EXAMPLE, "local_disk": None, "remote_url": "s3://bucket/kv"})["store"] == "s3://bucket/kv"
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"chunksize": 1}, "did you mean 'chunk_size'"),
         ({"max_local_cpu_size": 5}, "page cache"),
-        ({"remote_url": "s3://bucket"}, "found 2"),
-        ({"local_disk": None}, "found 0"),
+        ({"local_disk": None}, "found neither"),
         ({"compression": "zip"}, "none, lossless, fp8"),
         ({"chunk_size": "big"}, "expected int"),
     ],
@@ -66,18 +73,22 @@ from lmcache_cli.integration.vllm.wrapper import LMCacheWrapper
 
 if __name__ == "__main__":
     model, store, out = sys.argv[1:]
+    prompts = ["The quick brown fox jumps over the lazy dog. " * 80]
+    sampling_params = SamplingParams(temperature=0.0, max_tokens=8)
+
     llm = LLM(model=model, max_model_len=2048, enforce_eager=True, max_num_seqs=4, enable_prefix_caching=False)
-    text = "The quick brown fox jumps over the lazy dog. " * 80
-    config = {"chunk_size": 256, "local_cpu": True, "local_disk": store, "remote_url": None, "compression": "fp8"}
-    cached = LMCacheWrapper(llm, config=config)
-    sampling = SamplingParams(temperature=0.0, max_tokens=8)
-    first = cached.generate([text], sampling, use_tqdm=False)
-    before = cached.saved_prefill_tokens
+    cached_llm = LMCacheWrapper(
+        llm,
+        config={"chunk_size": 256, "local_cpu": True, "local_disk": store, "remote_url": None, "compression": "fp8"},
+    )
+    first = cached_llm.generate(prompts, sampling_params)
+    before = cached_llm.saved_prefill_tokens
     time.sleep(3.0)  # a chunk is found once it is written
-    second = cached.generate([text], sampling, use_tqdm=False)
+    second = cached_llm.generate(prompts, sampling_params)
+
     result = {"first": list(first[0].outputs[0].token_ids), "second": list(second[0].outputs[0].token_ids),
-              "before": before, "after": cached.saved_prefill_tokens, "prompt": len(first[0].prompt_token_ids)}
-    cached.close()
+              "before": before, "after": cached_llm.saved_prefill_tokens, "prompt": len(first[0].prompt_token_ids)}
+    cached_llm.close()
     open(out, "w").write(json.dumps(result))
 """
 
@@ -85,7 +96,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_an_llm_built_without_the_connector_saves_prefill_with_it(model_dir: Path, tmp_path: Path):
+def test_the_fields_example_runs_as_written_and_tells_the_prefill_it_saved(model_dir: Path, tmp_path: Path):
     script, out = tmp_path / "example.py", tmp_path / "out.json"
     script.write_text(SCRIPT)
     root = Path(__file__).resolve().parents[3]
@@ -103,8 +114,12 @@ def test_an_llm_built_without_the_connector_saves_prefill_with_it(model_dir: Pat
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "is built again" in done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    assert "is built again" in said
     found = json.loads(out.read_text())
     assert found["prompt"] > 768
-    assert (found["before"], found["after"]) == (0, found["prompt"] // 256 * 256)
+    saved = found["prompt"] // 256 * 256
+    assert (found["before"], found["after"]) == (0, saved)
+    assert f"prefill saved: 0 of {found['prompt']} prompt tokens" in said
+    assert f"prefill saved: {saved} of {found['prompt']} prompt tokens" in said
     assert found["first"][0] == found["second"][0]  # fp8 loses a little: later tokens may differ
