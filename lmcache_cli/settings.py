@@ -108,6 +108,7 @@ def load_settings(flags: Mapping[str, Value] | None = None, *, folder: Path | No
     files = [found for found in (_project_file(folder), _user_file()) if found is not None]
     for found in files:
         _refuse_unknown_keys(found)
+        _refuse_wrong_values(found)
     values: dict[str, object] = {}
     origins: dict[str, Origin] = {}
     for setting in _SETTINGS:
@@ -130,6 +131,11 @@ def debug_requested(arguments: Sequence[str]) -> bool:
 def search_path() -> str | None:
     """Where commands are searched for; None where nothing says."""
     return os.environ.get("PATH")
+
+
+def secret(variable: str) -> str | None:
+    """The value of a variable that holds a key, for the one who sends it; None where it is not set, or empty."""
+    return os.environ.get(variable) or None
 
 
 def misspelt_variables() -> dict[str, str]:
@@ -251,6 +257,13 @@ def _refuse_unknown_keys(found: _SettingsFile) -> None:
             nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             advice = f"did you mean {nearest[0]!r}?" if nearest else f"the keys are: {', '.join(known)}"
             raise SettingsError(f"{found.place_of(key)}: expected a known key, found {key!r}", advice)
+
+
+def _refuse_wrong_values(found: _SettingsFile) -> None:
+    """Of every key in the file, whether or not a stronger source sets it."""
+    for setting in _SETTINGS:
+        if setting.key in found.values:
+            _read(setting, found.values[setting.key], found.place_of(setting.key), found.path.parent)
 
 
 # ---------------------------------------------------------------------- the settings, one line each

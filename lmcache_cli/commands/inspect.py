@@ -214,7 +214,7 @@ def _inspect_file(session: Session, path: Path) -> ExitCode:
     with path.open("rb") as file:
         first = file.read(MAX_HEADER_BYTES)
         if not looks_like_shard(first):
-            raise Refused(f"{path}: expected a shard file, found a file that does not begin as one")
+            raise Refused(f"{path}: expected a shard file, found {size_bytes} bytes that do not begin as one")
         try:
             header = parse_header(first[: header_bytes(first, size_bytes)], size_bytes)
             session.output.record("shard_header", _described_shard(str(path), header))

@@ -99,6 +99,9 @@ def _rows(plan: PrunePlan) -> Iterator[dict[str, object]]:
 
 
 def _warn(session: Session, plan: PrunePlan) -> None:
+    rules = plan.rules
+    if plan.num_pinned and (rules.everything or rules.key is not None or rules.prompt is not None):
+        session.output.note("what is pinned stays; see: lmcache unpin --help")
     for fingerprint, problem in plan.unreadable:
         session.output.warning(f"{fingerprint}: {problem}; left alone")
     if plan.num_left_out:

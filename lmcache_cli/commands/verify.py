@@ -21,7 +21,7 @@ MOST_WARNINGS = 20
 SUMMARY = (
     "{num_checked} of {num_listed} shards checked ({checked_bytes}): {num_good} good, {num_damaged} damaged, "
     "{num_missing} missing, {num_unchecked} unchecked, {num_unsure} unsure, {num_unindexed} not in the index, "
-    "{num_newer} of a newer format, {num_foreign} foreign files"
+    "{num_newer} of a newer format, {num_awaiting_sweep} awaiting a sweep, {num_foreign} foreign files"
 )
 
 

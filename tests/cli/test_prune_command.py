@@ -294,6 +294,14 @@ def test_rm_of_what_is_unclear_is_refused(inside, made_store, arguments, said):
     assert len(shards(made_store)) == 5
 
 
+def test_rm_of_what_is_pinned_says_why_nothing_goes(inside, made_store):
+    assert inside("pin", "--store", made_store, "--document", "first").code == 0
+    ran = inside("rm", "--store", made_store, "--yes", key(made_store, 1))
+    assert ran.code == 0
+    assert b"what is pinned stays; see: lmcache unpin --help" in ran.stderr
+    assert b"0 of 0 shards marked" in ran.stderr
+
+
 def test_rm_without_yes_is_refused(inside, made_store):
     assert inside("rm", "--store", made_store, namespace(made_store)).code == 2
     assert inside("rm", "--store", made_store, namespace(made_store), "--dry-run").code == 0

@@ -32,6 +32,13 @@ def test_the_stronger_source_wins(lmcache):
     assert store(env={"LMCACHE_STORE": ""})[0] == "/project"
 
 
+def test_a_wrong_value_is_refused_though_a_stronger_source_sets_another(lmcache):
+    _write(lmcache.folder / "lmcache.toml", "store = 3\n")
+    ran = lmcache("config", "show", env={"LMCACHE_STORE": "/env"})
+    assert ran.code == 2
+    assert b"lmcache.toml, line 1: expected a directory or URL as store, found 3" in ran.stderr
+
+
 def test_pyproject_counts_if_it_has_our_table(lmcache):
     project = _write(
         lmcache.folder / "pyproject.toml",
