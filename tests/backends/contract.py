@@ -324,26 +324,29 @@ class BackendContract:
     def test_objects_appear_whole(self, backend: Backend) -> None:
         size = 300_000
         stop = threading.Event()
+        seen = [threading.Event(), threading.Event()]
 
-        def watch() -> int:
-            seen = 0
+        def watch(has_seen: threading.Event) -> None:
             while not stop.is_set():
                 for info in backend.list("ns"):
                     assert info.size_bytes == size, f"a partial object was listed: {info}"
                     content = backend.read(info.name)
                     assert content == bytes([content[0]]) * size
-                    seen += 1
-            return seen
+                    has_seen.set()
 
         with ThreadPoolExecutor(2) as pool:
-            watchers = [pool.submit(watch) for _ in range(2)]
+            watchers = [pool.submit(watch, has_seen) for has_seen in seen]
             try:
                 for index in range(30):
                     parts = [bytes([index]) * (size // 3)] * 3
                     backend.put(f"ns/{index % 7}/{index}", parts, durability=list(Durability)[index % 3])
+                for has_seen in seen:
+                    has_seen.wait(WAIT_S)
             finally:
                 stop.set()
-            assert sum(watcher.result(WAIT_S) for watcher in watchers) > 0
+            for watcher in watchers:
+                watcher.result(WAIT_S)
+            assert all(has_seen.is_set() for has_seen in seen)
 
     def test_eight_threads_one_winner(self, backend: Backend) -> None:
         for attempt in range(10):
