@@ -35,7 +35,9 @@ def settled(*, cores: Collection[int] | None = None, is_background: bool = False
             if cores:
                 os.sched_setaffinity(0, cores)  # of the calling thread alone
             if is_background:
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
+                number = threading.get_native_id()
+                niceness = max(os.getpriority(os.PRIO_PROCESS, number), BACKGROUND_NICENESS)
+                os.setpriority(os.PRIO_PROCESS, number, niceness)
         except OSError as problem:  # a sandbox may forbid it; then things take longer
             _LOG.info("thread %s stays as it was: %s", threading.current_thread().name, problem)
 
