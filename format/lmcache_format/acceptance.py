@@ -7,6 +7,7 @@ computed what they load; no reader of shards needs them.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from .identity import Fingerprint
 MAX_ACCEPTANCE_BYTES = 65_536
 _FORMAT = "lmcache-acceptance"
 _VERSION = 1
+_DECIMAL = re.compile(r"-?[0-9]{1,16}(\.[0-9]{1,16})?")
 _FIELDS = ("consumer", "cosine", "created", "fingerprint", "num_tokens", "passed", "producer", "relative_l2")
 
 
@@ -72,6 +74,8 @@ class Acceptance:
             raise AcceptanceError("not an acceptance", expected=_FORMAT, found=str(value)[:100])
         if value.get("version") != _VERSION:
             raise UnsupportedVersion("acceptance of another version", expected=_VERSION, found=value.get("version"))
+        if dump_canonical(value, error=AcceptanceError) != data:
+            raise AcceptanceError("acceptance is not in its canonical form")
         missing = [field for field in _FIELDS if field not in value]
         if missing:
             raise AcceptanceError("acceptance lacks a member", expected=missing[0])
@@ -104,10 +108,10 @@ def _texts(value: Mapping[str, Any], field: str) -> dict[str, str]:
 
 
 def _number(value: Mapping[str, Any], field: str) -> float:
-    try:
-        return float(_text(value, field))
-    except ValueError:
-        raise AcceptanceError(f"{field!r} is a number as text", found=value[field]) from None
+    text = _text(value, field)
+    if _DECIMAL.fullmatch(text) is None:
+        raise AcceptanceError(f"{field!r} is a number as decimal text", found=text[:100])
+    return float(text)
 
 
 def _count(value: Mapping[str, Any], field: str) -> int:

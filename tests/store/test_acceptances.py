@@ -12,6 +12,7 @@ from lmcache_cli.store.acceptances import read_acceptances, write_acceptance
 from lmcache_cli.store.migrate import apply_migrate, plan_migrate
 from lmcache_cli.store.objects import inside_namespace
 from lmcache_format.acceptance import Acceptance
+from lmcache_format.canonical_json import dump_canonical
 from lmcache_format.errors import AcceptanceError, UnsupportedVersion
 from lmcache_format.identity import Fingerprint
 from tests.store.pattern import document, put_document, tiny_identity
@@ -62,6 +63,8 @@ def test_it_concerns_what_names_all_that_was_probed() -> None:
         ({"passed": "yes"}, AcceptanceError),
         ({"producer": {"version": "1"}}, AcceptanceError),
         ({"relative_l2": "small"}, AcceptanceError),
+        ({"relative_l2": "nan"}, AcceptanceError),
+        ({"cosine": "1e-3"}, AcceptanceError),
         ({"created": -1}, AcceptanceError),
         ({"format": "other"}, AcceptanceError),
     ],
@@ -69,13 +72,20 @@ def test_it_concerns_what_names_all_that_was_probed() -> None:
 def test_what_breaks_a_rule_counts_for_nothing(
     store: Store, tmp_path: Path, change: dict[str, object], expected: type
 ) -> None:
-    data = json.dumps({**json.loads(acceptance().to_json()), **change}).encode()
+    data = dump_canonical({**json.loads(acceptance().to_json()), **change})
     with pytest.raises(expected):
         Acceptance.from_json(data)
     write_acceptance(store.backend, acceptance())
     (path,) = (tmp_path / "kv").glob("ns/*/a/*.json")
     path.write_bytes(data)
     assert read(store) == []
+
+
+def test_a_member_of_a_later_release_is_ignored_and_any_other_form_refused() -> None:
+    value = {**json.loads(acceptance().to_json()), "seed": 7}
+    assert Acceptance.from_json(dump_canonical(value)) == acceptance()
+    with pytest.raises(AcceptanceError, match="canonical"):
+        Acceptance.from_json(json.dumps(value).encode())
 
 
 def test_one_that_lies_elsewhere_counts_for_nothing(store: Store, tmp_path: Path) -> None:
