@@ -110,7 +110,7 @@ def random_chunk(tokens: int, sizes: Sizes, dtype: torch.dtype, *, latent: bool,
 @pytest.mark.parametrize("tokens", slow_after(2, [1, 63, 1000]))
 @pytest.mark.parametrize("block_size", [2, 16, 32, 128])
 def test_odd_lengths_round_trip_through_two_layouts(tokens: int, block_size: int, dtype: torch.dtype) -> None:
-    sizes = Sizes(layers=3, blocks=-(-1001 // block_size), heads=2, block_size=block_size)
+    sizes = Sizes(layers=3, blocks=-(-(tokens + 1) // block_size), heads=2, block_size=block_size)
     source = make_pages(Variant(PageLayout.FUSED_HND, "one-allocation"), sizes, dtype)
     target = make_pages(Variant(PageLayout.KV_FIRST_NHD), sizes, dtype)
     source.fill()
