@@ -40,6 +40,7 @@ LEAST_KEY_DIGITS = 8
         "lmcache inspect --store /srv/kv 0b5c1d22 --json",
         "lmcache inspect chunk.safetensors",
         "lmcache inspect --store /srv/kv --model ./SmolLM2 --prompt-file handbook.txt",
+        "lmcache inspect --store /srv/kv --archive s3://bucket/kv --model ./SmolLM2 --prompt-file handbook.txt",
     ),
     exit_codes=(ExitCode.DAMAGE, ExitCode.NO_STORE, ExitCode.TOO_NEW),
 )
@@ -57,20 +58,32 @@ def inspect(
     *,
     asked: AskedPrompt,
     choice: ModelChoice,
+    archive: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--archive",
+            parser=literal,
+            metavar="URL",
+            help="With a prompt: a store behind this one, as an engine may have it. [repeatable]",
+        ),
+    ] = None,
 ) -> ExitCode:
     """Look into a store, a namespace, a chunk, or a shard file; or find out why a prompt would miss.
 
     Of a store it shows its properties and namespaces; of a namespace its identity, documents, pins, and the tree of
     prefixes, a line for every run of chunks without a branch; of a chunk (at least 8 digits of its key) what its shards
     say about themselves; of a file the same, with every checksum compared. With a prompt and a model it says how many
-    tokens would hit, which chunk is the first that does not, and what differs from what is stored.
+    tokens would hit, which chunk is the first that does not, and what differs from what is stored; with archives behind
+    the store also which of them would answer which tokens.
     """
     if asked.is_given:
         if target is not None:
             raise Refused(
                 f"a prompt is looked up in the whole store, found {target!r} beside it", "leave one of them out"
             )
-        return explain_miss(session, asked, choice)
+        return explain_miss(session, asked, choice, archive or ())
+    if archive:
+        raise Refused("--archive without a prompt", "add --prompt, --prompt-file or --tokens, and --model")
     choice.refuse_without(asked)
     if target is not None and Path(target).is_file():
         return _inspect_file(session, Path(target))

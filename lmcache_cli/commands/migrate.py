@@ -33,6 +33,7 @@ SUMMARY = (
         "lmcache migrate /srv/kv s3://bucket/kv --unused-for 7d --delete-source --codec bfx -q --json",
         "lmcache migrate /srv/kv /mnt/other --filter model=org/* --bandwidth-limit 50MB",
         "lmcache migrate /srv/kv-tp4 /srv/kv-tp2 --reshard tp=2",
+        "lmcache migrate /srv/kv /mnt/other --to-format 1",
     ),
     exit_codes=(ExitCode.DAMAGE, ExitCode.NO_STORE, ExitCode.TOO_NEW),
 )
@@ -58,6 +59,10 @@ def migrate(
         str | None,
         typer.Option("--reshard", metavar="tp=N", help="Cut the parts anew for N tensor-parallel ranks."),
     ] = None,
+    to_format: Annotated[
+        str | None,
+        typer.Option("--to-format", metavar="N", help="Write shards in this format, DST's.  [else: as they are]"),
+    ] = None,
     concurrency: Annotated[int, typer.Option("--concurrency", min=1, max=256, help="Shards under way at once.")] = 4,
     bandwidth_limit: Annotated[
         int | None,
@@ -76,8 +81,12 @@ def migrate(
     read. Pinned chunks are copied and stay. When SRC or DST does not answer, nothing is deleted any more, and the
     command ends with 1; what was marked by then is swept by the next 'lmcache prune' of SRC. Shards in a lossy encoding
     are copied as they are.
+
+    A store keeps the format it was made with; --to-format is how shards get into a store of another one. This release
+    knows format 1, in which everything is already: it is then checked like the rest, and stays as it is.
     """
     from lmcache_cli.store import Store
+    from lmcache_cli.store.formats import resolve_format
     from lmcache_cli.store.migrate import MigrateOptions, plan_migrate
     from lmcache_format.superblock import Operation
 
@@ -90,6 +99,7 @@ def migrate(
         concurrency=concurrency,
         bytes_per_s=bandwidth_limit or None,
         max_duration_s=max_duration,
+        to_format=None if to_format is None else resolve_format(to_format),
     )
     with Store.open(source) as here, Store.open(target, Operation.WRITE) as there:
         plan = plan_migrate(here, there, options)

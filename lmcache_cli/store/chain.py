@@ -84,6 +84,7 @@ class ChainedNamespace(Namespace):
         allow_lossy: bool = False,
         writer: WriterOptions | None = None,
         reader_threads: int = 6,
+        may_write: bool = True,
     ) -> None:
         super().__init__(
             store.backend,
@@ -93,7 +94,7 @@ class ChainedNamespace(Namespace):
             writer=writer,
             events=store.events,
             reader_threads=reader_threads,
-            may_write=store.may(Operation.WRITE),
+            may_write=may_write and store.may(Operation.WRITE),
         )
         self.behind = tuple(behind)
         self._asks_far = False
@@ -291,15 +292,17 @@ class StoreChain:
         allow_unverified: bool = False,
         writer: WriterOptions | None = None,
         reader_threads: int = 6,
+        may_write: bool = True,
     ) -> ChainedNamespace:
-        """Open the namespace of an identity in all stores; by default one that none has is an empty one.
+        """Open the namespace of an identity in all stores; by default one that none has is an empty one. Without
+        `may_write` nothing changes in any of them.
 
         Raises what `Store.namespace` does, and `StoreError` where a store behind answers within `wait_s` that it cannot
         be used: there is none, or it is of a newer release. One that does not answer is no error.
         """
         self.first.admit(identity, create=create, missing_ok=True, allow_unverified=allow_unverified)
         behind = [
-            self._far_namespace(far, identity, need, allow_lossy, allow_unverified, reader_threads)
+            self._far_namespace(far, identity, need, allow_lossy, allow_unverified, reader_threads, may_write)
             for far in self.behind
         ]
         chained = ChainedNamespace(
@@ -311,11 +314,12 @@ class StoreChain:
             allow_lossy=allow_lossy,
             writer=writer,
             reader_threads=reader_threads,
+            may_write=may_write,
         )
         try:
             deadline = time.monotonic() + self.wait_s
             for far in behind:
-                far.ready(0.0)  # all at once
+                far.begin()  # all at once
             for far in behind:
                 far.ready(deadline - time.monotonic(), is_strict=True)
             if not missing_ok and not chained._is_anywhere():
@@ -336,11 +340,13 @@ class StoreChain:
         allow_lossy: bool,
         allow_unverified: bool,
         reader_threads: int,
+        may_write: bool,
     ) -> FarNamespace:
         def opener() -> Namespace:
             store = far.open()
             store.admit(identity, create=False, missing_ok=True, allow_unverified=allow_unverified)
-            self._bring_acceptances(store, identity)
+            if may_write and self.options.promotion.is_on and self.first.may(Operation.WRITE):
+                self._bring_acceptances(store, identity)
             return Namespace(
                 store.backend,
                 identity,
@@ -355,8 +361,6 @@ class StoreChain:
 
     def _bring_acceptances(self, store: Store, identity: Identity) -> None:
         """What is read from behind was computed by the engines of others: what probes found of them is needed here."""
-        if not self.options.promotion.is_on or not self.first.may(Operation.WRITE):
-            return
         try:
             if read_acceptances(store.backend, identity.fingerprint, self.events):
                 self.first.admit(identity, create=True, missing_ok=False, allow_unverified=True)

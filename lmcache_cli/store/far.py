@@ -176,20 +176,25 @@ class FarNamespace:
         """The bound of what is fetched and waits to be promoted."""
         return self._memory.limit_bytes
 
+    def begin(self) -> Future[Namespace] | None:
+        """Begin to open it behind the scenes, or go on; None where it is open, closed, or left alone for a while."""
+        with self._lock:
+            is_due = self._namespace is None and self._clock() >= self._retry_at
+            if self._opening is None and is_due and not self._is_closed:
+                self._opening = self._index_thread.submit(self._opener)
+            return self._opening
+
     def ready(self, wait_s: float = 0.0, *, is_strict: bool = False) -> Namespace | None:
         """The namespace, where it is open or opens within `wait_s`; it goes on opening behind the scenes. With
         `is_strict` raises `StoreError` where the far store answers that it cannot be used."""
-        with self._lock:
-            if self._namespace is not None:
-                return self._namespace
-            if self._is_closed or (self._opening is None and self._clock() < self._retry_at):
-                return None
-            if self._opening is None:
-                self._opening = self._index_thread.submit(self._opener)
-            opening = self._opening
+        if self._namespace is not None:
+            return self._namespace
+        opening = self.begin()
+        if opening is None:
+            return self._namespace
         with suppress(FutureTimeout, Exception, CancelledError):  # what it raised is looked at below
             opening.result(timeout=max(wait_s, 0.0))
-        if not opening.done():
+        if not opening.done() or opening.cancelled():
             return None
         problem = opening.exception()
         with self._lock:

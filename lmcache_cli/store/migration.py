@@ -14,11 +14,12 @@ from lmcache_format.errors import GeometryError
 from lmcache_format.geometry import Part, rank_part
 from lmcache_format.identity import Fingerprint, Identity
 from lmcache_format.names import is_lossless_label
-from lmcache_format.superblock import Operation
+from lmcache_format.superblock import VERSION, Operation
 
 from .chunk_table import Bools, chunk_table
 from .clocks import looked_at_ms
 from .errors import Refused
+from .formats import TargetFormat
 from .index import Index
 from .objects import chosen_namespaces, find_identity
 from .overlap import refuse_overlap
@@ -35,7 +36,8 @@ _KEPT_NOTICES = 10_000
 class MigrateOptions:
     """`encoding` None and `ranks` None: byte for byte. `ranks`: cut the parts anew for so many tensor-parallel ranks.
 
-    `concurrency` shards are in memory at once. Lossy shards are copied as they are, whatever is asked for.
+    `concurrency` shards are in memory at once. Lossy shards are copied as they are, whatever is asked for. `to_format`:
+    every shard is written in that format, which must be the target's.
     """
 
     selection: Selection = ALL
@@ -46,6 +48,7 @@ class MigrateOptions:
     concurrency: int = 4
     bytes_per_s: int | None = None
     max_duration_s: float | None = None
+    to_format: TargetFormat | None = None
 
 
 EVERYTHING = MigrateOptions()
@@ -205,8 +208,8 @@ class MigrateResult:
 def plan_migrate(source: Store, target: Store, options: MigrateOptions = EVERYTHING) -> MigratePlan:
     """Choose the shards, and find those that the target's index lacks. Reads indexes alone.
 
-    Raises `Refused` for stores that overlap, for a lossy encoding without leave, and for heads that do not divide;
-    `StoreTooNew`, `BackendError`.
+    Raises `Refused` for stores that overlap, for a lossy encoding without leave, for a format that is not the target's,
+    and for heads that do not divide; `StoreTooNew`, `BackendError`.
     """
     refuse_overlap(source, target)
     target.check(Operation.WRITE)
@@ -217,6 +220,7 @@ def plan_migrate(source: Store, target: Store, options: MigrateOptions = EVERYTH
             f"{options.encoding.name} is lossy: only readers that allow lossy encodings would see what it makes",
             next_step="say that this is meant with --lossy, or choose a lossless codec",
         )
+    _check_format(target, options)
     plan = MigratePlan(options)
     now_ms = source.backend.now_ms() if options.delete_source else looked_at_ms(source.backend)
     for fingerprint in chosen_namespaces(source, None):
@@ -228,6 +232,22 @@ def plan_migrate(source: Store, target: Store, options: MigrateOptions = EVERYTH
         elif options.selection.has_model(found.identity):
             plan.namespaces.append(_plan_namespace(source, target, found.identity, options, now_ms))
     return plan
+
+
+def _check_format(target: Store, options: MigrateOptions) -> None:
+    wanted, found = options.to_format, target.superblock.version
+    if wanted is None:
+        return
+    if wanted.version != found:
+        raise Refused(
+            f"{target.url} is a store of format {found}, and --to-format asks for {wanted.version}",
+            next_step=f"migrate to a store of format {wanted.version}",
+        )
+    if wanted.version != VERSION and (options.encoding is not None or options.ranks is not None):
+        raise Refused(
+            f"shards are encoded and cut anew in format {VERSION} alone",
+            next_step="migrate to that format first, and with --codec or --reshard in a second run",
+        )
 
 
 def _plan_namespace(

@@ -144,12 +144,13 @@ def made_store(tmp_path: Path) -> Path:
     )
     folder = tmp_path / "a store"
     with Store.create(str(folder)) as store, store.namespace(identity, create=True) as namespace:
-        _store_document(namespace, list(range(100, 114)), "first")
-        _store_document(namespace, [*range(100, 104), *range(200, 204)], "second")
+        store_document(namespace, list(range(100, 114)), "first")
+        store_document(namespace, [*range(100, 104), *range(200, 204)], "second")
     return folder
 
 
-def _store_document(namespace: Namespace, tokens: list[int], name: str) -> None:
+def store_document(namespace: Namespace, tokens: list[int], name: str) -> None:
+    """Write a document of made-up KV, 4 tokens a chunk."""
     from lmcache_format import next_key
 
     parent = namespace.root()

@@ -8,6 +8,7 @@ import pytest
 
 from lmcache_cli.integration.transformers.model_identity import IdentifiedModel
 from lmcache_cli.store import Store
+from tests.cli.conftest import store_document
 
 FIRST = list(range(100, 114))
 
@@ -76,6 +77,38 @@ def test_another_identity(asked, field, value):
     assert any(f"differs in {field}" in sentence for sentence in found["sentences"])
 
 
+def test_archives_behind_the_store_are_asked_and_nothing_changes(inside, made_store, asked, tmp_path):
+    asked(FIRST)  # leaves the identity in place
+    near = tmp_path / "near"
+    with Store.open(str(made_store)) as full, Store.create(str(near)) as store:
+        with store.namespace(full.identity(full.fingerprints()[0]), create=True) as namespace:
+            store_document(namespace, FIRST[:4], "the first chunk")
+    before = files(made_store), files(near)
+    ran = inside("inspect", "--store", near, "--archive", made_store, "--tokens", "ids.json", "--model", ".", "--json")
+    assert ran.code == 0, ran.stderr
+    explanation, *answers, summary = map(json.loads, ran.lines)
+    assert (explanation["hit_tokens"], summary["hit_tokens"], summary["chain_hit_tokens"]) == (4, 4, 14)
+    with Store.open(str(made_store)) as full, Store.open(str(near)) as store:
+        expected = [(store.url, 0, 4), (full.url, 4, 14)]
+    assert [(answer["store"], answer["start"], answer["stop"]) for answer in answers] == expected
+    assert (files(made_store), files(near)) == before
+    ran = inside("inspect", "--store", near, "--archive", made_store, "--tokens", "ids.json", "--model", ".")
+    assert b"with the archives 14 tokens hit" in ran.stderr
+
+
+def test_an_archive_that_does_not_answer_or_is_none_is_told(inside, made_store, asked, tmp_path):
+    asked(FIRST)
+    ran = inside(
+        "inspect", "--store", made_store, "--archive", tmp_path / "nothing", "--tokens", "ids.json", "--model", "."
+    )
+    assert ran.code == 10
+    assert b"there is no store at file://" in ran.stderr
+
+
+def files(root):
+    return sorted((str(path), path.stat().st_mtime_ns) for path in root.rglob("*"))
+
+
 def test_people_get_the_reason_and_a_table_of_differences(inside, made_store, asked):
     asked(FIRST, weights=f"sha256:{'1' * 64}")  # leaves the changed identity in place
     ran = inside("inspect", "--store", made_store, "--tokens", "ids.json", "--model", ".")
@@ -90,6 +123,7 @@ def test_people_get_the_reason_and_a_table_of_differences(inside, made_store, as
     [
         (("--prompt", "x"), b"none is named\n  next: pass --model DIR"),
         (("--model", "."), b"--model without a prompt"),
+        (("--archive", "x"), b"--archive without a prompt"),
         (("--prompt", "x", "--tokens", "y", "--model", "."), b"exclude each other"),
         (("abc", "--prompt", "x", "--model", "."), b"beside it"),
         (("--prompt-file", "absent.txt", "--model", "."), b"absent.txt: No such file or directory"),

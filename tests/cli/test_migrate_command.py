@@ -62,6 +62,23 @@ def test_encode_and_cut_on_the_way(inside: Inside, kv: Path, other: Path) -> Non
     assert hit(other) == len(TOKENS)
 
 
+def test_the_format_that_everything_is_in_changes_nothing(inside: Inside, kv: Path, other: Path) -> None:
+    found = summary(inside("migrate", kv, other, "--to-format", "1", "-q", "--json"))
+    assert (found["exit_code"], found["num_copied"]) == (0, 5)
+    copies = {path.name: path.read_bytes() for path in shards(other)}
+    assert copies == {path.name: path.read_bytes() for path in shards(kv)}
+    assert hit(other) == len(TOKENS)
+
+
+def test_a_damaged_shard_is_in_no_format(inside: Inside, kv: Path, other: Path) -> None:
+    path = shards(kv)[0]
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    found = summary(inside("migrate", kv, other, "--to-format", "1", "--delete-source", "-q", "--json"))
+    assert (found["exit_code"], found["num_copied"], found["num_damaged"]) == (3, 4, 1)
+    assert shards(kv) == [path]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -71,6 +88,9 @@ def test_encode_and_cut_on_the_way(inside: Inside, kv: Path, other: Path) -> Non
         (("--reshard", "tp=3"), b"cannot be cut for tp=3"),
         (("--bandwidth-limit", "5"), b"unit"),
         (("--filter", "what=ever"), b"expected a filter"),
+        (("--to-format", "2"), b"a format that this release can write (1), found '2'"),
+        (("--to-format", "v1"), b"a format that this release can write (1), found 'v1'"),
+        (("--to-format", "1000000000000"), b"a format that this release can write (1)"),
     ],
 )
 def test_wrong_words_are_refused(inside: Inside, kv: Path, other: Path, words: tuple[str, ...], said: bytes) -> None:
