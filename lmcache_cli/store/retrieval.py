@@ -85,24 +85,33 @@ class Retrieval(LiveIndex):
             return self._view.entries(key)
 
     def headers(self, wanted: Sequence[tuple[ChunkRef, Entry]]) -> list[ShardMeta | None]:
-        """What shards say of themselves; None for those that cannot be read, or are not what the index lists."""
+        """What shards say of themselves; None for those that cannot be read, or are not what the index lists. Of the
+        latter this process forgets that they are listed: the next match looks for what is there instead."""
+        if self._can_probe or len(wanted) < LEAST_READERS:
+            return [self._header(*one) for one in wanted]
+        return list(self._readers.map(lambda one: self._header(*one), wanted))
 
-        def read(one: tuple[ChunkRef, Entry]) -> ShardMeta | None:
-            expected = self._wanted(*one)
+    def _header(self, chunk: ChunkRef, entry: Entry) -> ShardMeta | None:
+        expected = self._wanted(chunk, entry)
+        for _ in range(2):  # once more: what is wrong may have come about on the way from the device
             try:
                 with self._backend.open_read(expected.name.path) as handle:
                     header = read_header(handle)
                 check_wanted(header, expected)
-            except (BackendError, FormatError):
+            except NotFound:
+                break
+            except FormatError:
+                continue
+            except BackendError:
                 return None
             except (Exception, CancelledError) as problem:  # noqa: BLE001  the serving path: any doubt is a no
                 self.events.problem(Event.READ_UNAVAILABLE, expected.name.path, problem)
                 return None
-            return header.meta if header.meta.nonce == one[1].nonce else None
-
-        if self._can_probe or len(wanted) < LEAST_READERS:
-            return [read(one) for one in wanted]
-        return list(self._readers.map(read, wanted))
+            if header.meta.nonce == entry.nonce:
+                return header.meta
+            break
+        self._forget(entry, None)
+        return None
 
     def _read_all(self, chunks: Sequence[ChunkRef], out: Sequence[ChunkBuffer]) -> list[int | ReadFault]:
         """Returns or raises (KeyboardInterrupt) only when no thread writes to the buffers any more.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from asyncio import CancelledError
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -243,7 +244,7 @@ class LMCacheStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self.scheduler is not None:
             try:
                 self.scheduler.add(request)
-            except Exception:  # noqa: BLE001  the serving path: a lookup may fail, the engine may not
+            except (Exception, CancelledError):  # noqa: BLE001  the serving path: a lookup may fail, the engine may not
                 _LOG.exception("request %s is not looked up", request.request_id)
 
     def get_num_new_matched_tokens(
@@ -254,7 +255,7 @@ class LMCacheStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return 0, False
         try:
             return self.scheduler.matched(request, num_computed_tokens)
-        except Exception:  # noqa: BLE001  the serving path: a lookup may fail, the engine may not
+        except (Exception, CancelledError):  # noqa: BLE001  the serving path: a lookup may fail, the engine may not
             _LOG.exception("request %s is not looked up", request.request_id)
             return 0, False
 
