@@ -144,12 +144,12 @@ def test_a_store_warmed_with_transformers_serves_vllm(
     assert answers(hit, [0])[0][:1] == answers(control, [4])[0][:1]
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_damage_and_prompts_in_pieces_poison_nothing(
-    serve: Serve, stored: dict[str, Any], root: Path, model_dir: Path, tmp_path: Path, mode: str
+    serve: Serve, stored: dict[str, Any], root: Path, model_dir: Path, tmp_path: Path
 ):
     """Four requests at once, in pieces of 512 tokens, with too few blocks for all, on a store of which one chunk
-    is damaged and one is gone: all are answered, and what is stored then is what the model computes."""
+    is damaged and one is gone: all are answered, and what is stored then is what the model computes. One by one, and in
+    every mode: `test_conformance.py`."""
     own = tmp_path / "copy"
     shutil.copytree(root, own)
     identity = identify(model_dir).identity
@@ -166,9 +166,9 @@ def test_damage_and_prompts_in_pieces_poison_nothing(
         "max_num_batched_tokens": 512,
         "disable_log_stats": False,
     }
-    run = serve({"store": str(own), "load_async": mode == "async"}, [([1, 2, 3, 0], 24)], engine=engine, metrics=True)
+    run = serve({"store": str(own), "load_async": True}, [([1, 2, 3, 0], 24)], engine=engine, metrics=True)
     (result,) = run["results"]
-    sys.stderr.write(f"\n{mode}: {run['metrics']}\n")
+    sys.stderr.write(f"\n{run['metrics']}\n")
     assert result["finish"] == ["length"] * 4
     assert run["metrics"]["vllm:lmcache_store_load_failed"] >= 1
     with Store.open(str(own)) as mine, Store.open(str(root)) as theirs:

@@ -76,7 +76,7 @@ def served(model_dir: Path, root: Path, log: Path) -> Iterator[Server]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     options = {"store": str(root), "create_store": True}
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir)]
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model_dir)]
     command += ["--served-model-name", "small", "--port", str(port), "--host", "127.0.0.1", "--enforce-eager"]
     command += ["--max-model-len", "2048", "--max-num-seqs", "4", "--no-enable-prefix-caching"]
     command += ["--kv-transfer-config", json.dumps(transfer_config(options))]
