@@ -3,48 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from lmcache_cli.store import Store
+from tests.cli.conftest import Inside, Program
 from tests.marks import slow_after
 from tests.store.pattern import document, put_document, tiny_identity
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_CHUNKS = 10
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def records(self) -> list[dict[str, object]]:
-        return [json.loads(line) for line in self.stdout.splitlines()]
-
-
-def lmcache(*arguments: str) -> Ran:
-    environment = {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8", "HOME": "/nonexistent"}
-    ran = subprocess.run(
-        [sys.executable, "-m", "lmcache_cli", *arguments],
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    return Ran(ran.returncode, ran.stdout, ran.stderr)
 
 
 @pytest.fixture(scope="module")
@@ -135,12 +105,12 @@ TABLE: list[tuple[Callable[[Path], None], tuple[str, ...], int]] = [
     ("state", "command", "code"), TABLE, ids=[f"{state.__name__}-{'-'.join(command)}" for state, command, _ in TABLE]
 )
 def test_the_exit_code_is_that_of_the_table(
-    root: Path, state: Callable[[Path], None], command: tuple[str, ...], code: int
+    inside: Inside, root: Path, state: Callable[[Path], None], command: tuple[str, ...], code: int
 ):
     state(root)
-    ran = lmcache(*command, "--store", str(root))
+    ran = inside(*command, "--store", root)
     assert ran.code == code, ran.stderr
-    assert "Traceback" not in ran.stderr
+    assert b"Traceback" not in ran.stderr
     if code in (1, 2, 10):
         assert ran.stderr.strip(), "a failure without a reason"
 
@@ -148,29 +118,30 @@ def test_the_exit_code_is_that_of_the_table(
 @pytest.mark.parametrize("state", slow_after(1, [one_corrupt, sound, one_missing, foreign]))
 @pytest.mark.parametrize("flags", slow_after(1, [("--json",), ("--quiet",), ("--json", "--quiet")]))
 def test_flags_change_what_is_printed_and_not_the_code(
-    root: Path, state: Callable[[Path], None], flags: tuple[str, ...]
+    inside: Inside, root: Path, state: Callable[[Path], None], flags: tuple[str, ...]
 ):
     state(root)
-    plain, flagged = lmcache("verify", "--store", str(root)), lmcache("verify", "--store", str(root), *flags)
+    plain, flagged = inside("verify", "--store", root), inside("verify", "--store", root, *flags)
     assert plain.code == flagged.code
     if "--json" not in flags:
-        assert flagged.stdout == ""
+        assert flagged.stdout == b""
         return
-    summary = flagged.records[-1]
+    records = [json.loads(line) for line in flagged.lines]
+    summary = records[-1]
     assert (summary["schema"], summary["exit_code"]) == ("lmcache.summary/1", plain.code)
-    text = plain.stderr.splitlines()
+    text = plain.stderr.decode().splitlines()
     sentence = next(line for line in text if "shards checked" in line)
     for name, word in (("num_good", "good"), ("num_damaged", "damaged"), ("num_missing", "missing")):
         assert f"{summary[name]} {word}" in sentence
-    assert len(flagged.records) == (1 if "--quiet" in flags else len(plain.stdout.splitlines()))
+    assert len(records) == (1 if "--quiet" in flags else len(plain.lines))
 
 
-def test_reasons_are_told_for_each_problem(root: Path):
+def test_reasons_are_told_for_each_problem(lmcache: Program, root: Path):
     one_corrupt(root)
     shards(root)[7].unlink()
-    ran = lmcache("verify", "--store", str(root))
+    ran = lmcache("verify", "--store", root)
     assert ran.code == 3
-    rows = [line.split("\t") for line in ran.stdout.splitlines()[1:]]
+    rows = [line.decode().split("\t") for line in ran.lines[1:]]
     assert [row[0] for row in rows] == ["damaged", "missing"]
     assert rows[0][1] == str(shards(root)[3].relative_to(root))
     assert "checksum" in rows[0][2]
