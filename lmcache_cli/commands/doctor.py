@@ -35,7 +35,7 @@ def doctor(
         ),
     ] = True,
 ) -> ExitCode:
-    """Check the installation, the settings, and with a store its state and what its place can do.
+    """Check the installation, the settings, a store, and what its place can do.
 
     A note is worth knowing and a warning worth acting upon; only problems change the exit code. The bytes of shards
     are not read: that is 'lmcache verify'.

@@ -68,7 +68,7 @@ def inspect(
         ),
     ] = None,
 ) -> ExitCode:
-    """Look into a store, a namespace, a chunk, or a shard file; or find out why a prompt would miss.
+    """Look into a store, a namespace, a chunk or a file; or see why a prompt would miss.
 
     Of a store it shows its properties and namespaces; of a namespace its identity, documents, pins, and the tree of
     prefixes, a line for every run of chunks without a branch; of a chunk (at least 8 digits of its key) what its shards

@@ -71,7 +71,7 @@ def migrate(
     max_duration: MaxDuration = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be copied, and do nothing.")] = False,
 ) -> ExitCode:
-    """Copy shards from one store to another: only those that DST lacks, every byte checked on the way.
+    """Copy from one store to another what is lacking there, every byte checked.
 
     Labels, pins and last uses come along. Run again, it goes on where it was. Both must be stores, and apart from each
     other; --store is not used. Damaged shards are not copied; a damaged one at DST goes to its quarantine and is

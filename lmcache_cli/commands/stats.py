@@ -12,10 +12,11 @@ from lmcache_cli.rendering import utc_time
     exit_codes=(ExitCode.DAMAGE, ExitCode.NO_STORE, ExitCode.TOO_NEW),
 )
 def stats(session: Session) -> ExitCode:
-    """Show what a store holds, in numbers: chunks, tokens, bytes by encoding and part, and how they were used.
+    """Show in numbers what a store holds and how it was used.
 
-    Counted from the indexes: no shard is looked at, a million of them take seconds. size is that of the files, raw that
-    of the KV they hold; chunks_by_last_use counts chunks by the days since they were read or written last.
+    Chunks, tokens, bytes by encoding and part. Counted from the indexes: no shard is looked at, a million of them take
+    seconds. size is that of the files, raw that of the KV they hold; chunks_by_last_use counts chunks by the days since
+    they were read or written last.
     """
     from lmcache_cli.commands.overview import NamespaceStatus, namespace_overviews, shown_usage, total_usage
     from lmcache_cli.store import Store

@@ -37,6 +37,12 @@ def test_help_takes_at_most_a_quarter_of_a_second(lmcache):
     assert statistics.median(taken_s) <= 0.25, taken_s
 
 
+def test_help_says_of_every_command_what_it_does_in_a_whole_sentence(lmcache):
+    lines = lmcache("--help").stdout.decode().partition("Commands:\n")[2].splitlines()
+    assert len(lines) > 10
+    assert [line for line in lines if not line.endswith(".") or line.endswith("...")] == []
+
+
 def test_version_is_that_of_the_package(lmcache):
     import lmcache_cli
 
