@@ -18,24 +18,24 @@ def _lose_index(store):
         segment.unlink()
 
 
-def test_nothing_to_repair_is_exit_0(lmcache, made_store):
-    ran = lmcache("repair", "--store", made_store)
+def test_nothing_to_repair_is_exit_0(inside, made_store):
+    ran = inside("repair", "--store", made_store)
     assert (ran.code, ran.lines) == (0, [b"action\tpath\tcount\tsize_bytes\treason"])
     assert b"nothing to repair" in ran.stderr
 
 
-def test_without_yes_the_plan_is_shown_and_refused(lmcache, made_store):
+def test_without_yes_the_plan_is_shown_and_refused(inside, made_store):
     _lose_index(made_store)
-    ran = lmcache("repair", "--store", made_store)
+    ran = inside("repair", "--store", made_store)
     assert ran.code == 2
     assert b"nothing was changed; pass --yes" in ran.stderr
     assert ran.lines[1].split(b"\t")[::2] == [b"adopt", b"5", b"sound, but not in the index"]
     assert list(made_store.rglob("*.lmi")) == []
 
 
-def test_a_dry_run_shows_the_plan_and_is_exit_0(lmcache, made_store):
+def test_a_dry_run_shows_the_plan_and_is_exit_0(inside, made_store):
     _lose_index(made_store)
-    ran = lmcache("repair", "--store", made_store, "--dry-run", "--json")
+    ran = inside("repair", "--store", made_store, "--dry-run", "--json")
     action, summary = _records(ran)
     assert (ran.code, action["schema"], action["action"], action["count"]) == (0, "lmcache.repair_action/1", "adopt", 5)
     assert action["size_bytes"] == sum(path.stat().st_size for path in _shards(made_store))
@@ -44,25 +44,25 @@ def test_a_dry_run_shows_the_plan_and_is_exit_0(lmcache, made_store):
 
 
 @pytest.mark.parametrize("flags", [(), ("--deep",)])
-def test_yes_carries_it_out(lmcache, made_store, flags):
+def test_yes_carries_it_out(inside, made_store, flags):
     _lose_index(made_store)
     victim = _shards(made_store)[0]
     victim.write_bytes(victim.read_bytes()[:100])
-    ran = lmcache("repair", "--store", made_store, "--yes", "--json", *flags)
+    ran = inside("repair", "--store", made_store, "--yes", "--json", *flags)
     summary = _records(ran)[-1]
     assert ran.code == 0
     assert (summary["num_adopted"], summary["num_quarantined"], summary["num_failures"]) == (4, 1, 0)
     assert len(list((made_store / "quarantine").iterdir())) == 1
-    assert lmcache("verify", "--store", made_store).code == 0
-    again = lmcache("repair", "--store", made_store)
+    assert inside("verify", "--store", made_store).code == 0
+    again = inside("repair", "--store", made_store)
     assert (again.code, b"nothing to repair" in again.stderr) == (0, True)
 
 
-def test_a_namespace_of_its_own(lmcache, made_store):
+def test_a_namespace_of_its_own(inside, made_store):
     _lose_index(made_store)
     (fingerprint,) = (path.name for path in (made_store / "ns").iterdir())
-    assert lmcache("repair", "--store", made_store, "--yes", "--namespace", fingerprint[:8]).code == 0
-    ran = lmcache("repair", "--store", made_store, "--namespace", "x")
+    assert inside("repair", "--store", made_store, "--yes", "--namespace", fingerprint[:8]).code == 0
+    ran = inside("repair", "--store", made_store, "--namespace", "x")
     assert ran.code == 2
     assert b"no namespace starts with 'x'" in ran.stderr
 
@@ -75,6 +75,6 @@ def test_a_namespace_of_its_own(lmcache, made_store):
         ((), 2, b"no store is named"),
     ],
 )
-def test_exit_codes_without_a_store(lmcache, arguments, code, said):
-    ran = lmcache("repair", *arguments)
+def test_exit_codes_without_a_store(inside, arguments, code, said):
+    ran = inside("repair", *arguments)
     assert (ran.code, said in ran.stderr) == (code, True)

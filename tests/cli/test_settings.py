@@ -16,15 +16,15 @@ def _shown(ran):
     return {record["key"]: record for record in map(json.loads, ran.lines) if record["schema"] == "lmcache.setting/1"}
 
 
-def test_the_stronger_source_wins(lmcache):
+def test_the_stronger_source_wins(inside):
     def store(*arguments, env=None):
-        record = _shown(lmcache("config", "show", "--json", *arguments, env=env))["store"]
+        record = _shown(inside("config", "show", "--json", *arguments, env=env))["store"]
         return record["value"], record["origin"]
 
     assert store() == (None, "default")
-    user = _write(lmcache.folder / "config-home" / "lmcache" / "config.toml", 'store = "/user"\n')
+    user = _write(inside.folder / "config-home" / "lmcache" / "config.toml", 'store = "/user"\n')
     assert store() == ("/user", f"user file {user} line 1")
-    project = _write(lmcache.folder / "lmcache.toml", '# ours\nstore = "/project"\n')
+    project = _write(inside.folder / "lmcache.toml", '# ours\nstore = "/project"\n')
     assert store() == ("/project", f"project file {project} line 2")
     env = {"LMCACHE_STORE": "/env"}
     assert store(env=env) == ("/env", "environment LMCACHE_STORE")
@@ -32,32 +32,32 @@ def test_the_stronger_source_wins(lmcache):
     assert store(env={"LMCACHE_STORE": ""})[0] == "/project"
 
 
-def test_a_wrong_value_is_refused_though_a_stronger_source_sets_another(lmcache):
-    _write(lmcache.folder / "lmcache.toml", "store = 3\n")
-    ran = lmcache("config", "show", env={"LMCACHE_STORE": "/env"})
+def test_a_wrong_value_is_refused_though_a_stronger_source_sets_another(inside):
+    _write(inside.folder / "lmcache.toml", "store = 3\n")
+    ran = inside("config", "show", env={"LMCACHE_STORE": "/env"})
     assert ran.code == 2
     assert b"lmcache.toml, line 1: expected a directory or URL as store, found 3" in ran.stderr
 
 
-def test_pyproject_counts_if_it_has_our_table(lmcache):
+def test_pyproject_counts_if_it_has_our_table(inside):
     project = _write(
-        lmcache.folder / "pyproject.toml",
+        inside.folder / "pyproject.toml",
         '[project]\nname = "x"\nstore = "no"\n\n[tool.lmcache]\nprogress = "plain"\n',
     )
-    record = _shown(lmcache("config", "show", "--json"))["progress"]
+    record = _shown(inside("config", "show", "--json"))["progress"]
     assert (record["value"], record["where"], record["line"]) == ("plain", str(project), 6)
     project.write_text('[project]\nname = "lmcache-user"\n')
-    assert _shown(lmcache("config", "show", "--json"))["progress"]["source"] == "default"
+    assert _shown(inside("config", "show", "--json"))["progress"]["source"] == "default"
 
 
-def test_the_nearest_file_above_is_the_project_file_and_paths_are_relative_to_it(lmcache):
-    _write(lmcache.folder / "lmcache.toml", 'store = "kv"\n')
+def test_the_nearest_file_above_is_the_project_file_and_paths_are_relative_to_it(inside):
+    _write(inside.folder / "lmcache.toml", 'store = "kv"\n')
     from lmcache_cli.settings import load_settings
 
-    inner = lmcache.folder / "a" / "b"
+    inner = inside.folder / "a" / "b"
     inner.mkdir(parents=True)
-    assert load_settings(folder=inner).store == str(lmcache.folder / "kv")
-    _write(lmcache.folder / "a" / "lmcache.toml", 'store = "s3://bucket/prefix"\n')
+    assert load_settings(folder=inner).store == str(inside.folder / "kv")
+    _write(inside.folder / "a" / "lmcache.toml", 'store = "s3://bucket/prefix"\n')
     assert load_settings(folder=inner).store == "s3://bucket/prefix"
 
 
@@ -73,31 +73,31 @@ def test_the_nearest_file_above_is_the_project_file_and_paths_are_relative_to_it
         ("x = " + "[" * 100_000, "nested too deeply"),
     ],
 )
-def test_a_wrong_file_is_refused_with_the_place_and_the_next_step(lmcache, text, said):
-    _write(lmcache.folder / "lmcache.toml", text)
-    ran = lmcache("config", "show")
+def test_a_wrong_file_is_refused_with_the_place_and_the_next_step(inside, text, said):
+    _write(inside.folder / "lmcache.toml", text)
+    ran = inside("config", "show")
     assert ran.code == 2
     assert said in ran.stderr.decode()
     assert ran.stdout == b""
 
 
 @pytest.mark.parametrize("content", [b"\x80\x04\x95.", b"\xff\xfe", b"\0" * 10, b"x" * (2 << 20)])
-def test_bytes_that_are_no_settings_are_refused(lmcache, content):
+def test_bytes_that_are_no_settings_are_refused(inside, content):
     """C53: nothing but TOML is read, least of all a pickle."""
-    (lmcache.folder / "lmcache.toml").write_bytes(content)
-    ran = lmcache("config", "show")
+    (inside.folder / "lmcache.toml").write_bytes(content)
+    ran = inside("config", "show")
     assert ran.code == 2
     assert b"lmcache.toml: expected" in ran.stderr
 
 
-def test_a_wrong_variable_is_refused_by_name(lmcache):
-    ran = lmcache("config", "show", env={"LMCACHE_PROGRESS": "fast"})
+def test_a_wrong_variable_is_refused_by_name(inside):
+    ran = inside("config", "show", env={"LMCACHE_PROGRESS": "fast"})
     assert ran.code == 2
     assert b"LMCACHE_PROGRESS: expected progress to be one of" in ran.stderr
 
 
-def test_a_misspelt_variable_is_pointed_out(lmcache):
-    ran = lmcache("config", "show", env={"LMCACHE_STROE": "/x", "LMCACHE_LOCAL_CPU": "true"})
+def test_a_misspelt_variable_is_pointed_out(inside):
+    ran = inside("config", "show", env={"LMCACHE_STROE": "/x", "LMCACHE_LOCAL_CPU": "true"})
     assert ran.code == 0
     assert (
         ran.stderr.splitlines()[0]
@@ -116,8 +116,8 @@ def test_a_misspelt_variable_is_pointed_out(lmcache):
         ("s3://[bad:secret@x", "s3://***@x"),
     ],
 )
-def test_credentials_are_never_shown(lmcache, url, shown):
-    ran = lmcache("config", "show", "--json", "--store", url)
+def test_credentials_are_never_shown(inside, url, shown):
+    ran = inside("config", "show", "--json", "--store", url)
     assert _shown(ran)["store"]["value"] == shown
     assert b"secret" not in ran.stdout.replace(b"secret=***", b"")
 

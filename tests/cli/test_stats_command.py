@@ -12,8 +12,8 @@ def _records(ran):
     return [json.loads(line) for line in ran.lines]
 
 
-def test_the_numbers_of_a_store(lmcache, made_store):
-    record, summary = _records(lmcache("stats", "--store", made_store, "--json"))
+def test_the_numbers_of_a_store(inside, made_store):
+    record, summary = _records(inside("stats", "--store", made_store, "--json"))
     shards = [path.stat().st_size for path in made_store.rglob("*.safetensors")]
     assert (
         (record["num_shards"], record["size_bytes"])
@@ -28,14 +28,14 @@ def test_the_numbers_of_a_store(lmcache, made_store):
 
 
 @pytest.mark.parametrize("command", slow_after(1, ["stats", "ls"]))
-def test_a_damaged_index_is_exit_3_and_says_what_to_do(lmcache, made_store, command):
+def test_a_damaged_index_is_exit_3_and_says_what_to_do(inside, made_store, command):
     (segment,) = made_store.rglob("*.lmi")
     segment.write_bytes(segment.read_bytes()[:-1])
-    ran = lmcache(command, "--store", made_store)
+    ran = inside(command, "--store", made_store)
     assert ran.code == 3
     assert b"1 segments of the index are damaged; run 'lmcache repair'" in ran.stderr
-    assert lmcache("repair", "--store", made_store, "--yes").code == 0
-    assert lmcache(command, "--store", made_store).code == 0
+    assert inside("repair", "--store", made_store, "--yes").code == 0
+    assert inside(command, "--store", made_store).code == 0
 
 
 @pytest.mark.slow
