@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.cli.conftest import Ran, inside
@@ -350,6 +351,39 @@ def test_what_comes_back_goes_again_unless_it_is_pinned_or_used(place):
     assert place(shell_command("pin")).code == 0
     assert summary(place(cron_command("migrate")))["num_deleted"] == 0
     assert hit(place.store, OLD) == len(OLD)
+
+
+def test_which_store_would_answer_is_told(place, monkeypatch, tmp_path):
+    from lmcache_cli.integration.transformers.model_identity import IdentifiedModel
+    from lmcache_cli.integration.warming import WarmDocument
+
+    assert place(cron_command("migrate")).code == 0
+    (tmp_path / "question.txt").write_text("a question")
+    module, words = "lmcache_cli.commands.asked_prompt", np.array(OLD, np.uint32)
+    monkeypatch.setattr(f"{module}.identify_model", lambda model, **_: IdentifiedModel(Path(model), KV_IDENTITY))
+    monkeypatch.setattr(f"{module}.tokenize", lambda *_, **how: [WarmDocument("question", words, None)])
+    told = summary(place(shell_command("inspect") + " -q --json"))
+    assert (told["hit_tokens"], told["chain_hit_tokens"]) == (0, len(OLD))
+
+
+@pytest.mark.parametrize(("days_ago", "num_deleted"), [(0, 0), (8, 4)])
+def test_what_an_archive_behind_gave_stays_a_week_and_goes_without_being_sent_again(
+    place, monkeypatch, days_ago, num_deleted
+):
+    from lmcache_cli.store.chain import StoreChain
+
+    assert place(cron_command("migrate")).code == 0
+    assert hit(place.store, OLD) == 0
+    then_ms = int((time.time() - days_ago * 86_400) * 1000)
+    with monkeypatch.context() as patch, StoreChain.open([str(place.store), place.archive]) as chain:
+        patch.setattr("lmcache_cli.store.wall_clock.now_ms", lambda: then_ms)
+        with chain.namespace(KV_IDENTITY) as namespace:
+            assert read_kv(namespace, OLD) == len(OLD)
+            assert namespace.wait_promoted(10)
+    assert hit(place.archive, OLD) == len(OLD)
+    told = summary(place(cron_command("migrate")))
+    assert (told["exit_code"], told["num_copied"], told["num_deleted"]) == (0, 0, num_deleted)
+    assert len(shards(place)) == 3 + 4 - num_deleted
 
 
 def test_the_archive_is_pruned_checked_and_listed_like_any_store(place):
