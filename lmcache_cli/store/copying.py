@@ -10,7 +10,7 @@ from typing import Self
 
 import numpy as np
 
-from lmcache_cli.backends import Backend, NotFound, Obstructed, ShortRead
+from lmcache_cli.backends import Backend, NotFound, Obstructed, ShortRead, Unavailable, VersionChanged
 from lmcache_format.encodings import encoding_for
 from lmcache_format.errors import FormatError, ShardError, UnsupportedVersion
 from lmcache_format.geometry import Part, check_part, part_bytes
@@ -26,8 +26,8 @@ from lmcache_format.shard import (
 )
 
 from .checking import Health, check_shard
-from .publishing import Blocked, Publication, Published, publish, refuse, set_aside
-from .reading import Wanted, check_wanted, read_header, verify_data
+from .publishing import Blocked, Publication, Published, publish, set_aside
+from .reading import Wanted, check_wanted, read_header, verify_content, verify_data
 from .recoding import NotAsWritten, provenance_of
 from .writing import whole_crc32c
 
@@ -124,6 +124,9 @@ def read_whole(backend: Backend, name: ShardName, identity: Identity) -> WholeSh
             raise SourceFault(Health.GONE, str(problem)) from problem
         except UnsupportedVersion as problem:
             raise SourceFault(Health.NEWER, str(problem)) from problem
+        except VersionChanged as problem:  # replaced while it was read
+            if number + 1 == _TRIES:
+                raise Unavailable(str(problem), name=name.path) from problem
         except (FormatError, ShortRead, Obstructed) as problem:
             if number + 1 == _TRIES:
                 raise SourceFault(Health.DAMAGED, str(problem)) from problem
@@ -160,7 +163,10 @@ def verified(name: ShardName, identity: Identity, content: memoryview, version: 
     meta = header.meta
     check_wanted(header, Wanted(identity, name.key, meta.num_tokens, meta.depth, name.part, name.encoding))
     encoding_for(meta.encoding)
-    verify_data(inside, header)
+    if meta.encoding.name == RAW:
+        verify_content(content, header)
+    else:
+        verify_data(inside, header)
     return WholeShard(header, (content,), version)
 
 
@@ -183,18 +189,18 @@ def copy_bytes(
     *,
     is_removed: Callable[[str], bool],
     read_back: bool,
-    is_listed: bool = False,
+    standing: ShardHeader | None = None,
 ) -> Copied:
     """Put a shard byte for byte, and compare its length and CRC32C with what stands there then; with `read_back`, read
     all of it and compare every checksum.
 
     What does not come back goes to quarantine, unless somebody put another sound write in its place meanwhile, which
-    stays. `is_listed`: look there first, before anything is sent. Raises
+    stays. `standing`: what `standing_write` found there before, so that nothing need be sent. Raises
     `NotAsWritten`, `Blocked`, `NoSpace`, `Unavailable`.
     """
     if is_removed(shard.header.meta.nonce):
         shard = shard.renewed()
-    if is_listed and (standing := _standing_now(backend, name, identity, is_removed)) is not None:
+    if standing is not None:
         return Copied(standing, None, False, standing.header_checksum != shard.header.header_checksum)
     published = publish(backend, name, identity, shard.parts, is_removed=is_removed)
     if published.how is Publication.PRESENT:
@@ -217,15 +223,28 @@ def copy_bytes(
     return Copied(shard.header, crc32c, True, False, published.quarantined)
 
 
-def _standing_now(
+def standing_write(
     backend: Backend, name: ShardName, identity: Identity, is_removed: Callable[[str], bool]
 ) -> ShardHeader | None:
-    """The header of a sound shard at the target, read in full, that nobody removed."""
-    checked = check_shard(backend, name, identity, with_data=True)
-    refuse(name, checked)
-    if checked.health is not Health.SOUND or checked.header is None or is_removed(checked.header.meta.nonce):
+    """The header of a sound shard at the target, read in full into this thread's memory, that nobody removed.
+
+    Raises `Blocked`, `Unavailable`.
+    """
+    try:
+        found = _read_target(backend, name, identity).header
+    except SourceFault:
         return None
-    return checked.header
+    return None if is_removed(found.meta.nonce) else found
+
+
+def _read_target(backend: Backend, name: ShardName, identity: Identity) -> WholeShard:
+    try:
+        return read_whole(backend, name, identity)
+    except SourceFault as fault:
+        if fault.health is not Health.NEWER:
+            raise
+        reason = f"{name.path} is of a newer format: {fault.reason}"
+        raise Blocked(reason, next_step="use a newer release") from fault
 
 
 def _standing(published: Published, wanted: ShardHeader) -> Copied:
@@ -257,11 +276,8 @@ def confirm(backend: Backend, name: ShardName, identity: Identity, wanted: Shard
     """
     _MEMORY.clear()  # so that nothing but what is read now can pass for the shard
     try:
-        found = read_whole(backend, name, identity)
+        found = _read_target(backend, name, identity)
     except SourceFault as fault:
-        if fault.health is Health.NEWER:
-            reason = f"{name.path} is of a newer format: {fault.reason}"
-            raise Blocked(reason, next_step="use a newer release") from fault
         raise NotAsWritten(f"{name.path} did not come back as it was written: {fault.reason}") from fault
     if found.header.header_checksum != wanted.header_checksum:
         raise NotAsWritten(f"{name.path} came back as another write")

@@ -23,7 +23,7 @@ from lmcache_format.segment import RemoveReason, key_number
 
 from .acceptances import copy_acceptances
 from .checking import Health, check_shard
-from .copying import SourceFault, copy_bytes, read_whole
+from .copying import SourceFault, WholeShard, copy_bytes, read_whole, standing_write
 from .errors import StoreError
 from .index import ABSENT_ROW, rows_of
 from .ledger import Ledger
@@ -209,18 +209,21 @@ class _Run:
         self._pace.take(shard.info.size_bytes)
         if target_label(name.encoding, self._options.encoding) != name.encoding:
             return self._recode(shard)
+        is_listed = shard.is_indexed and bool(self._plan.present[shard.row])
+        standing = None
+        if is_listed:  # read before the source is: one shard in memory at a time
+            standing = standing_write(self._to, name, self._plan.identity, self._target.is_removed)
         whole = read_whole(self._from, name, self._plan.identity)
         if self._source.is_removed(whole.header.meta.nonce):
             return Outcome(Fate.GONE, name.path)
-        is_listed = shard.is_indexed and bool(self._plan.present[shard.row])
         copied = copy_bytes(
             self._to,
             name,
             self._plan.identity,
-            whole,
+            self._in_format(whole),
             is_removed=self._target.is_removed,
             read_back=self._options.delete_source,
-            is_listed=is_listed,
+            standing=standing,
         )
         fate = Fate.COPIED if copied.is_new else Fate.CONFLICT if copied.is_other_write else Fate.PRESENT
         reason = f"another sound write stands there ({copied.header.meta.nonce})" if copied.is_other_write else ""
@@ -233,6 +236,10 @@ class _Run:
             (Removable(shard, entry_of_header(whole.header), whole.version, (copied.header.meta.nonce,)),),
             (copied.quarantined,) if copied.quarantined else (),
         )
+
+    def _in_format(self, shard: WholeShard) -> WholeShard:
+        wanted = self._options.to_format
+        return shard if wanted is None else wanted.convert(shard)
 
     def _recode(self, shard: ListedShard) -> Outcome:
         encoding, identity = self._options.encoding, self._plan.identity

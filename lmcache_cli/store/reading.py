@@ -25,7 +25,7 @@ from lmcache_format.geometry import Part, TensorSpec, tensors_of
 from lmcache_format.identity import Fingerprint, Identity
 from lmcache_format.keys import ChunkKey
 from lmcache_format.names import ShardName
-from lmcache_format.shard import ALIGNMENT, RAW, HeaderLikeness, ShardHeader, header_bytes, parse_header
+from lmcache_format.shard import ALIGNMENT, RAW, HeaderLikeness, ShardHeader, StoredTensor, header_bytes, parse_header
 
 from .chunk import BlockViews, ChunkBuffer
 
@@ -181,25 +181,32 @@ def verify_data(handle: ReadHandle, header: ShardHeader) -> None:
         for _ in _decoded(handle, header, range(len(header.tensors)), partial(_tensor_scratch, header=header)):
             pass
         return
-    sizes = [spec.slab_bytes for spec in header.meta.specs for _ in range(spec.num_slabs)]
-    stored = _scratch("stored", max(sizes))
-    offset = 0
-    for number, size in enumerate(sizes):
-        view = stored[:size]
-        handle.read_into(header.data_start + offset, [view])
-        _check_digest(view, header.checksums, number, offset)
-        offset += size
-    _verify_tensors(handle, header)
 
-
-def _verify_tensors(handle: ReadHandle, header: ShardHeader) -> None:
-    """Whole tensors against their own checksums, where the shard has any."""
-    if not header.tensor_checksums:
-        return
-    for number, tensor in enumerate(header.tensors):
+    def read(tensor: StoredTensor) -> memoryview:
         view = _scratch("stored", tensor.end - tensor.begin)
         handle.read_into(header.data_start + tensor.begin, [view])
-        _check_digest(view, header.tensor_checksums, number, tensor.begin)
+        return view
+
+    _verify_tensors(header, read)
+
+
+def verify_content(content: memoryview, header: ShardHeader) -> None:
+    """The same for a whole shard in the encoding `raw` that is in memory, where it lies. Raises `ChecksumMismatch`."""
+    data = content[header.data_start :]
+    _verify_tensors(header, lambda tensor: data[tensor.begin : tensor.end])
+
+
+def _verify_tensors(header: ShardHeader, read: Callable[[StoredTensor], memoryview]) -> None:
+    """Every tensor, read once: its slabs, and all of it where the shard has a checksum of that."""
+    slab = 0
+    for number, tensor in enumerate(header.tensors):
+        view = read(tensor)
+        size = tensor.spec.slab_bytes
+        for start in range(0, tensor.spec.num_slabs * size, size):
+            _check_digest(view[start : start + size], header.checksums, slab, tensor.begin + start)
+            slab += 1
+        if header.tensor_checksums:
+            _check_digest(view, header.tensor_checksums, number, tensor.begin)
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,7 +170,7 @@ with Store.open(sides["src"]) as here, Store.open(sides["dst"]) as there:
 KILLS = [
     ("dst", "put", 9, False),
     ("dst", "put", 12, True),
-    ("dst", "read_into", 40, True),
+    ("dst", "read_into", 9, True),
     ("dst", "sync_names", 1, True),
     ("src", "put", 1, False),
     ("src", "put", 1, True),
