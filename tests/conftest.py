@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,12 +23,32 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
-settings.register_profile("fast", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile(
-    "ci", max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.register_profile("thorough", max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "fast"))
+MEMORY = Path("/dev/shm")
+MEMORY_BYTES = 4 << 30
+"""What must be free there; the fast part needs about a tenth of it."""
+
+
+for profile, num_examples in (("fast", 20), ("whole", 50), ("thorough", 2000)):
+    settings.register_profile(
+        profile, max_examples=num_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+settings.register_profile("ci", settings.get_profile("whole"), max_examples=100, derandomize=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The fast part (`-m "not slow"`) tries fewer examples, and keeps its files in memory, where syncing is quick."""
+    is_fast = config.option.markexpr == "not slow"
+    chosen = "ci" if os.environ.get("CI") else "fast" if is_fast else "whole"
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", chosen))
+    is_worker = hasattr(config, "workerinput")  # its controller has chosen a folder
+    if is_fast and not is_worker and config.option.basetemp is None and _has_memory():
+        folder = tempfile.mkdtemp(prefix="lmcache-tests-", dir=MEMORY)
+        config.option.basetemp = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def _has_memory() -> bool:
+    return os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= MEMORY_BYTES
 
 
 @pytest.fixture(scope="session")

@@ -84,7 +84,7 @@ def test_an_ascii_locale_gets_backslashes(fake):
     assert ran.lines[1].split(b"\t")[0] == rb"na\xefve \u6587.txt"
 
 
-@pytest.mark.parametrize("locale", slow_after(2, LOCALES))
+@pytest.mark.parametrize("locale", slow_after(1, LOCALES))
 @pytest.mark.parametrize("name", ["accents", "not UTF-8", "newline and tab"])
 def test_a_file_with_an_odd_name_is_found_from_every_locale(fake, locale, name):
     with open(os.fsencode(fake.folder) + b"/" + NAMES[name], "wb"):

@@ -23,7 +23,8 @@ PLAIN_SURROUNDINGS = [
 LONG_NAME = "/srv/" + "long-name/" * 20 + "end"
 
 
-@pytest.mark.parametrize("flags", slow_after(1, [(), ("--json",)]))
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--json",)])
 def test_a_pipe_gets_the_same_whole_lines_everywhere(fake, flags):
     runs = [fake("--name", LONG_NAME, "--rows", "3", *flags, env=env) for env in PLAIN_SURROUNDINGS]
     assert {run.code for run in runs} == {0}

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import slow_after
+
 FIRST = list(range(100, 114))
 SECOND = [*range(100, 104), *range(200, 204)]
 
@@ -110,7 +112,8 @@ def test_nothing_to_prune_is_exit_0_without_yes(inside, made_store):
 
 
 @pytest.mark.parametrize(
-    ("answer", "code", "num_left"), [(b"y\n", 0, 0), (b"n\n", 2, 5), (b"\n", 2, 5), (b"\x04", 2, 5)]
+    ("answer", "code", "num_left"),
+    [(b"y\n", 0, 0), (b"\n", 2, 5), *(pytest.param(no, 2, 5, marks=pytest.mark.slow) for no in (b"n\n", b"\x04"))],
 )
 def test_on_a_terminal_it_asks(lmcache, made_store, answer, code, num_left):
     ours, theirs = pty.openpty()
@@ -220,7 +223,7 @@ def test_a_namespace_that_cannot_be_read_is_left_alone_and_exit_3(inside, made_s
     assert b"repair" in ran.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", slow_after(1, [signal.SIGINT, signal.SIGTERM]))
 def test_an_interrupted_wait_leaves_the_marks_to_the_next_run(lmcache, made_store, number):
     process = lmcache.start(
         "prune", "--store", made_store, "--max-count", "0", "--yes", "--wait", "--grace", "1h", "--json"

@@ -265,6 +265,7 @@ def test_one_after_the_other_leaves_two_sound_stores(place):
     assert (hit(place.archive, OLD), hit(place.store, NEW)) == (len(OLD), len(NEW))
 
 
+@pytest.mark.slow
 def test_the_commands_as_printed_in_processes_of_their_own(tmp_path):
     """With everything that systemd would set: a program, an environment, no terminal."""
     make_store(tmp_path / "kv")

@@ -113,7 +113,8 @@ def flips(content: bytes, bits: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         damaged[bit // 8] ^= 1 << bit % 8
 
 
-@pytest.mark.parametrize("number", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 3])
 def test_every_flipped_bit_of_a_small_shard_is_found(
     filled_store: Store, root: Path, identity: Identity, number: int
 ) -> None:
