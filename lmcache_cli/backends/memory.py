@@ -7,9 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
+from lmcache_cli.backends.closing import Closing
 from lmcache_cli.backends.errors import AlreadyExists, NotFound, ShortRead, VersionChanged
 from lmcache_cli.backends.names import check_name, check_prefix
 from lmcache_cli.backends.protocol import Capabilities, Durability, ObjectInfo
@@ -42,7 +41,7 @@ class _Object:
         return ObjectInfo(name, len(self.content), self.version, self.modified_ms)
 
 
-class MemoryReadHandle:
+class MemoryReadHandle(Closing):
     """See `ReadHandle`; holds the bytes themselves."""
 
     __slots__ = ("_content", "block_bytes", "name", "size", "version")
@@ -66,14 +65,6 @@ class MemoryReadHandle:
 
     def close(self) -> None:
         return None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class MemoryBackend:

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from fsspec import get_filesystem_class
 from fsspec.core import url_to_fs
 from fsspec.exceptions import FSTimeoutError
 from fsspec.utils import get_protocol
 
+from lmcache_cli.backends.closing import Closing
 from lmcache_cli.backends.errors import (
     AlreadyExists,
     BackendError,
@@ -259,7 +259,7 @@ class OtherBackend:
             raise Unavailable(f"{name}: could not {doing} in {self.url}: {said}", name=name) from error
 
 
-class OtherReadHandle:
+class OtherReadHandle(Closing):
     """See `ReadHandle`. Nothing is pinned: after every read the version is looked up again."""
 
     def __init__(self, backend: OtherBackend, info: ObjectInfo) -> None:
@@ -292,14 +292,6 @@ class OtherReadHandle:
 
     def close(self) -> None:
         return None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def open_url(url: str) -> OtherBackend:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import Self
 
+from lmcache_cli.backends.closing import Closing
 from lmcache_cli.backends.protocol import Backend, Capabilities, Durability, ObjectInfo, ReadHandle
 
 
@@ -59,7 +58,7 @@ class BackendWrapper:
         self.inner.close()
 
 
-class HandleWrapper:
+class HandleWrapper(Closing):
     """A `ReadHandle` that does what `inner` does; copies its description, so that looking at it costs no detour."""
 
     __slots__ = ("block_bytes", "inner", "name", "size", "version")
@@ -76,11 +75,3 @@ class HandleWrapper:
 
     def close(self) -> None:
         self.inner.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -12,10 +12,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from lmcache_cli.backends import Backend, BackendError
+from lmcache_cli.backends.closing import Closing
 from lmcache_format.geometry import Part
 from lmcache_format.identity import Identity
 from lmcache_format.keys import ChunkKey, KeyList, MultimodalItem
@@ -237,7 +237,7 @@ class ChainedNamespace(Namespace):
             self._promoter.after_fork()
 
 
-class StoreChain:
+class StoreChain(Closing):
     """An open store with others behind it, which need not answer. Opens namespaces as `Store` does.
 
     `wait_s` is how long opening a namespace waits for the stores behind; what is not open by then is opened behind the
@@ -376,11 +376,3 @@ class StoreChain:
                 far.close()
             except BackendError as problem:
                 self.events.problem(Event.FAR_UNAVAILABLE, far.url, problem)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
-from typing import Self
 
 from lmcache_cli import __version__
 from lmcache_cli.backends import AlreadyExists, Backend, Durability, NotFound, open_backend
+from lmcache_cli.backends.closing import Closing
 from lmcache_format.errors import BadName, FormatError, UnsupportedVersion
 from lmcache_format.geometry import Part
 from lmcache_format.identity import MAX_IDENTITY_BYTES, Fingerprint, Identity, fingerprint_of
@@ -32,7 +31,7 @@ _CACHEDIR_TAG_TEXT = b"""Signature: 8a477f597d28d172789f06886806bc55
 """
 
 
-class Store:
+class Store(Closing):
     """An open store. Opening reads the superblock alone; namespaces are opened one by one."""
 
     def __init__(self, backend: Backend, superblock: Superblock) -> None:
@@ -183,14 +182,6 @@ class Store:
     def close(self) -> None:
         """Give back what the back-end holds."""
         self.backend.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _write_identity(self, identity: Identity) -> None:
         """Put `ns.json` in place; a damaged one is replaced, since its right content is known."""

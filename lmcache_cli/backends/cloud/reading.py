@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from lmcache_cli.backends.closing import Closing
 from lmcache_cli.backends.cloud.bridge import all_of
 from lmcache_cli.backends.cloud.service import CloudService, Fetched
 from lmcache_cli.backends.errors import ShortRead, Unavailable, VersionChanged
@@ -21,7 +21,7 @@ Run = Callable[[Coroutine[Any, Any, None], int], None]
 """Runs a coroutine that moves so many bytes."""
 
 
-class CloudReadHandle:
+class CloudReadHandle(Closing):
     """See `ReadHandle`. The version is pinned by a condition on every request: a replaced object is an error.
 
     Small reads one after the other are served from a window that was read ahead and grows: a request costs the more,
@@ -94,14 +94,6 @@ class CloudReadHandle:
         if self._closed is not None:
             closed, self._closed = self._closed, None
             closed()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 async def fill(fetched: Fetched, views: Sequence[memoryview], name: str) -> None:

@@ -6,10 +6,9 @@ import errno
 import os
 import threading
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
 from lmcache_cli.backends.buffers import BLOCK_BYTES, address_of
+from lmcache_cli.backends.closing import Closing
 from lmcache_cli.backends.errors import ShortRead
 from lmcache_cli.backends.local.oserrors import translated
 from lmcache_cli.backends.local.syscalls import SystemCalls, cached_pages
@@ -19,7 +18,7 @@ CACHED_BLOCK_BYTES = 512 * 1024
 DEVICE_BLOCK_BYTES = 8 * 1024 * 1024
 
 
-class LocalReadHandle:
+class LocalReadHandle(Closing):
     """See `ReadHandle`. The descriptor pins the inode, so delete, move and replacement of the name do not matter.
 
     At open the kernel is asked whether the file is in the page cache. If it is not, the file is read
@@ -118,14 +117,6 @@ class LocalReadHandle:
             if fd >= 0:
                 os.close(fd)
         self._fd = self._direct_fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         try:
