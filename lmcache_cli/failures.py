@@ -89,10 +89,11 @@ _RULES = {
     "lmcache_format.errors.UnsupportedVersion": _Rule(ExitCode.TOO_NEW, "update lmcache-toolkit"),
     "lmcache_format.errors.FormatError": _Rule(ExitCode.DAMAGE, "run 'lmcache verify' to see what is damaged"),
     "lmcache_cli.backends.errors.Unsupported": _Rule(
-        ExitCode.UNSUPPORTED, "run 'lmcache doctor' to see what it can do"
+        ExitCode.UNSUPPORTED, "check how the store is written; 'lmcache doctor' tries out what a place can do"
     ),
     "lmcache_cli.backends.errors.NoSpace": _Rule(ExitCode.ERROR, "free some space, then run it again"),
     "lmcache_cli.backends.errors.Unavailable": _Rule(
+    "lmcache_cli.backends.errors.Obstructed": _Rule(ExitCode.ERROR, "look at what stands there, or use another place"),
         ExitCode.ERROR, "check that the store can be reached, then run it again"
     ),
     "lmcache_cli.backends.errors.BackendError": _Rule(ExitCode.ERROR, "run 'lmcache doctor' to check the store"),

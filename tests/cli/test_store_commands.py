@@ -247,6 +247,13 @@ def test_exit_code(inside, made_store, situation, command, flags):
         (("init",), 2, b"no store is named"),
         (("inspect", "ffffffffff", "--store", "a store"), 2, b"no namespace and no chunk starts with 'ffffffffff'"),
         (("inspect", "not hex", "--store", "a store"), 2, b"expected a file, a fingerprint or a key, found 'not hex'"),
+        (("ls", "--store", "s3://"), 13, b"s3://: expected s3://bucket/prefix\n  next: check how the store is written"),
+        (
+            ("ls", "--store", "a store/store.000001.json"),
+            1,
+            b"expected a directory, found another kind of file\n  next: look",
+        ),
+        (("init", "--store", "a store/store.000001.json/x"), 1, b"found a file on the way to it\n  next: look at what"),
         (("inspect", "gone.safetensors"), 2, b"gone.safetensors: there is no such file"),
         (("inspect", "./a store"), 2, b"found a directory\n  next: for a store: --store ./a store"),
         (("inspect", "", "--store", "a store"), 2, b"expected a file, a fingerprint or a key, found ''"),

@@ -48,13 +48,15 @@ class Root:
             raise RootChanged(
                 f"{self.path}: the store's directory is gone; mount or restore it, then open it again"
             ) from None
+        except NotADirectoryError:
+            raise Obstructed(f"{self.path}: expected a directory, found a file on the way to it") from None
         if pinned is not None and self._identity == (status.st_dev, status.st_ino):
             return pinned
         return self._pin(status)
 
     def _pin(self, status: os.stat_result) -> int:
         if not stat.S_ISDIR(status.st_mode):
-            raise Obstructed(f"{self.path}: expected a directory, found another kind of file; give another store path")
+            raise Obstructed(f"{self.path}: expected a directory, found another kind of file")
         with self._lock:
             if self._fd is None:
                 fd = os.open(self.path, _DIRECTORY)
