@@ -119,12 +119,13 @@ class LMCacheEngine:
     def _open_stores(self, identity: Identity, part: Part) -> list[Callable[[], Namespace | None]]:
         """Set what is read; returns what is written. The second store may open later, or not at all."""
         writer = WriterOptions(producer={"engine": "runtime"})
-        first, *behind = self.config.stores
+        first, *others = self.config.stores
+        behind = [Distant(open_backend(url)) for url in others]
         options = self.config.chain_options
         store = _open(first)
         self._stores.append(store)
         store.admit(identity, create=True, missing_ok=False, allow_unverified=False)
-        fars = [self._far(url, identity, part, store.events, options, writer) for url in behind]
+        fars = [self._far(backend, identity, part, store.events, options, writer) for backend in behind]
         self._source = source = ChainedNamespace(store, identity, fars, options, need=part, writer=writer)
         try:
             for far in fars:
@@ -136,15 +137,13 @@ class LMCacheEngine:
 
     def _far(
         self,
-        url: str,
+        backend: Backend,
         identity: Identity,
         part: Part,
         events: Events,
         options: ChainOptions,
         writer: WriterOptions,
     ) -> FarNamespace:
-        backend = Distant(open_backend(url))
-
         def opener() -> Namespace:
             store = _open(backend)
             self._stores.append(store)

@@ -111,6 +111,38 @@ def test_what_was_stored_is_retrieved_by_another_engine(rank_of: Any, local_cpu:
     assert second.engine.store(TOKENS, slot_mapping=SLOTS) == 0
 
 
+def test_a_remote_store_is_written_too_and_read_where_the_local_one_lacks_something(rank_of: Any, tmp_path: Path):
+    config = {"local_cpu": False, "remote_url": str(tmp_path / "far"), "promote_min_free_bytes": 0}
+    first = rank_of(**config)
+    first.compute(TOKENS)
+    assert first.engine.store(TOKENS, slot_mapping=SLOTS) == 32
+    assert first.engine.storage_manager.wait_idle(10)
+    LMCacheEngineBuilder.destroy("rank-0")
+    assert [len(list((tmp_path / name / "ns").rglob("*.safetensors"))) for name in ("kv", "far")] == [4, 4]
+    for path in sorted((tmp_path / "kv" / "ns").rglob("*.safetensors"))[1:]:
+        path.unlink()
+    second = rank_of(**config)
+    assert second.engine.lookup(TOKENS) == 32
+    assert second.engine.retrieve(TOKENS, slot_mapping=SLOTS).sum() == 32
+    assert second.holds(TOKENS, 32)
+    LMCacheEngineBuilder.destroy("rank-1")
+    local = rank_of(local_cpu=False)
+    assert local.engine.retrieve(TOKENS, slot_mapping=SLOTS).sum() == 32
+    assert local.holds(TOKENS, 32)
+
+
+def test_a_remote_store_that_does_not_answer_is_no_error(rank_of: Any):
+    far = "s3://key:secret@bucket/kv?endpoint_url=http://127.0.0.1:9"
+    rank = rank_of(local_cpu=False, remote_url=far, remote_timeout_s=0.2)
+    rank.compute(TOKENS)
+    assert rank.engine.store(TOKENS, slot_mapping=SLOTS) == 32
+    manager = rank.engine.storage_manager
+    assert manager.wait_idle(10)
+    assert manager.counts["save_not_open"] == 4
+    assert rank.engine.retrieve(TOKENS, slot_mapping=SLOTS).sum() == 32
+    assert rank.holds(TOKENS, 32)
+
+
 def test_memory_alone_serves_without_a_store(rank_of: Any):
     rank = rank_of(local_disk=None, max_local_cpu_size=1.0)
     rank.compute(TOKENS)
@@ -205,6 +237,8 @@ def test_the_builder_keeps_one_engine_a_name(rank_of: Any):
         ({"local_cpu": 1}, "expected bool"),
         ({"chunk_size": 0}, "sizes are positive"),
         ({"remote_url": 5}, "expected str or None"),
+        ({"remote_timeout_s": 0}, "more than zero"),
+        ({"promote_min_free_bytes": -1}, "not negative"),
     ],
 )
 def test_what_is_wrong_with_a_configuration_is_named(given: dict[str, Any], message: str):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from lmcache_cli.backends.fault import Fail, Fault, FaultBackend, FaultScript, u
 from lmcache_cli.backends.local import LocalBackend
 from lmcache_cli.backends.memory import MemoryBackend
 from lmcache_cli.store import Namespace, Refused, Store
+from lmcache_cli.store.copying import WholeShard
+from lmcache_cli.store.formats import FORMATS, TargetFormat, resolve_format
 from lmcache_cli.store.index import Index
 from lmcache_cli.store.migrate import (
     EVERYTHING,
@@ -25,13 +28,17 @@ from lmcache_cli.store.migrate import (
     plan_migrate,
 )
 from lmcache_cli.store.pace import Pace
+from lmcache_cli.store.reading import read_header
+from lmcache_cli.store.recoding import provenance_of
 from lmcache_cli.store.selection import Selection
 from lmcache_cli.store.sweep import sweep
 from lmcache_cli.store.verify import verify
 from lmcache_format.encodings import resolve_encoding
+from lmcache_format.errors import ShardError
 from lmcache_format.geometry import Part, rank_part
 from lmcache_format.identity import AttentionKind
 from lmcache_format.segment import RemoveReason
+from lmcache_format.shard import RAW, build_header, parse_header
 from tests.store.made_kv import CHUNK_TOKENS, KV_IDENTITY, put_kv, read_kv
 from tests.store.pattern import document, put_document, refs, tiny_identity
 from tests.store.pattern import hit as pattern_hit
@@ -473,3 +480,71 @@ def test_the_limit_holds_on_average() -> None:
     now[0] += 10.0  # idle time is not saved up
     pace.take(100)
     assert slept[-1] == pytest.approx(1.0)
+
+
+# ---- formats ---------------------------------------------------------------------------------------------------------
+
+
+def _noted(shard: WholeShard) -> WholeShard:
+    """A made-up format 2: the same data under a header that says so. What is in it already stays as it is."""
+    old = shard.header
+    if old.meta.producer.get("format") == "2":
+        return shard
+    meta = replace(old.meta, producer={**old.meta.producer, "format": "2"}, provenance=provenance_of(old))
+    sizes = None if meta.encoding.name == RAW else [tensor.end - tensor.begin for tensor in old.tensors]
+    data = memoryview(shard.parts[0])[old.data_start :]
+    head = build_header(meta, old.checksums, sizes, old.decoded_checksums)
+    return WholeShard(parse_header(head, len(head) + len(data)), (head, data), shard.version)
+
+
+@pytest.fixture
+def format_2(monkeypatch: pytest.MonkeyPatch) -> TargetFormat:
+    """A second format, registered as the next one will be."""
+    made = TargetFormat(version=2, convert=_noted)
+    monkeypatch.setitem(FORMATS, 2, made)
+    return made
+
+
+def test_shards_are_converted_on_the_way_to_a_store_of_another_format(
+    source: Store, target: Store, src: Path, dst: Path, format_2: TargetFormat
+) -> None:
+    before = shards(src)
+    newer = Store(target.backend, replace(target.superblock, version=2))
+    result = migrate(source, newer, to_format=resolve_format("2"), delete_source=True)
+    assert (result.num_copied, result.num_deleted, result.is_whole) == (NUM_SHARDS, NUM_SHARDS, True)
+    assert (shards(src), shards(dst).keys()) == ({}, before.keys())
+    headers = [read_header(target.backend.open_read(name)) for name in shards(dst)]
+    assert all(header.meta.producer["format"] == "2" for header in headers)
+    assert hit(target) == len(TOKENS)
+    with Store.create(MemoryBackend()) as third:
+        after = Store(third.backend, replace(third.superblock, version=2))
+        assert migrate(newer, after, to_format=format_2).num_copied == NUM_SHARDS
+        assert all(third.backend.read(name) == content for name, content in shards(dst).items())
+
+
+def test_a_format_that_is_not_the_targets_is_refused(source: Store, target: Store, format_2: TargetFormat) -> None:
+    assert resolve_format("1").version == target.superblock.version == 1
+    with pytest.raises(Refused, match="is a store of format 1, and --to-format asks for 2"):
+        migrate(source, target, to_format=format_2)
+    newer = Store(target.backend, replace(target.superblock, version=2))
+    with pytest.raises(Refused, match="asks for 1"):
+        migrate(source, newer, to_format=FORMATS[1])
+    with pytest.raises(Refused, match="in format 1 alone"):
+        migrate(source, newer, to_format=format_2, encoding=resolve_encoding("bfx"))
+    with pytest.raises(Refused, match=r"can write \(1, 2\), found '3'"):
+        resolve_format("3")
+
+
+def test_a_shard_that_has_no_place_in_the_format_stays(source: Store, target: Store, src: Path) -> None:
+    victim = refs(KV_IDENTITY, TOKENS)[2].key
+
+    def convert(shard: WholeShard) -> WholeShard:
+        if shard.header.meta.key == victim:
+            raise ShardError("no such thing in this format")
+        return shard
+
+    picky = TargetFormat(version=1, convert=convert)
+    result = migrate(source, target, to_format=picky, delete_source=True)
+    assert (result.num_copied, result.num_failed, result.num_deleted) == (NUM_SHARDS - 1, 1, NUM_SHARDS - 1)
+    assert not result.is_whole
+    assert len(shards(src)) == 1
