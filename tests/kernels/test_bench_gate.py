@@ -2,14 +2,12 @@
 
 import importlib.util
 import subprocess
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.kernels.interpreter import ROOT, run_python
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +41,7 @@ runpy.run_path("kernels/benchmarks/bench_paged", run_name="__main__")
 
 @pytest.mark.slow
 def test_a_bench_of_a_broken_kernel_gives_no_figures() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", BROKEN],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    run = run_python("-c", BROKEN)
     assert run.returncode == 1
     assert "no figures: gather fused HND, N 128: tensor 0 differs" in run.stderr
     assert "GB/s" not in run.stdout

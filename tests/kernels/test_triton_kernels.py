@@ -1,33 +1,19 @@
 """The Triton kernels equal their references bit for bit, interpreted on the CPU in a process of their own."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from lmcache_kernels import HeadRange, PageLayout
 from lmcache_kernels.launches import TILE_ELEMENTS, launches_of
+from tests.kernels.interpreter import run_python
 from tests.kernels.made_pages import Sizes, Variant, make_pages, poisoned_chunk
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
 def test_interpreted_kernels_equal_their_references() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.kernel_checks"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    run = run_python("-m", "tests.kernels.kernel_checks", timeout_s=500, TRITON_INTERPRET="1")
     results = [json.loads(line) for line in run.stdout.splitlines()]
     assert len(results) > 150
     assert [each for each in results if each["error"]] == []
@@ -81,13 +67,5 @@ for operation in (gather_paged, scatter_paged):
 
 @pytest.mark.slow
 def test_without_triton_the_package_imports_and_only_a_device_is_refused() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TRITON],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    run = run_python("-c", WITHOUT_TRITON)
     assert run.stdout.splitlines() == ["pages are on meta and need Triton: pip install triton"] * 2, run.stderr
