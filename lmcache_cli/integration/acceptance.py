@@ -105,25 +105,35 @@ class AcceptedNamespace:
 
     def match(self, tokens: Tokens, *, salt: str | bytes | None = None, items: Sequence[MultimodalItem] = ()) -> Match:
         """See `Namespace.match`. Reads the headers of shards that it meets for the first time."""
-        match = self._namespace.match(tokens, salt=salt, items=items)
-        chunks = match.chunks()
-        shards = [self._namespace.shards(chunk.key) for chunk in chunks]
-        self._learn([(chunk, entry) for chunk, entries in zip(chunks, shards, strict=True) for entry in entries])
+        for _ in range(2):  # where one was listed that is not there, the second match finds what is there instead
+            match = self._namespace.match(tokens, salt=salt, items=items)
+            chunks = match.chunks()
+            shards = [self._namespace.shards(chunk.key) for chunk in chunks]
+            unread = self._learn(
+                [(one, entry) for one, entries in zip(chunks, shards, strict=True) for entry in entries]
+            )
+            if all(entry in self._namespace.shards(chunk.key) for chunk, entry in unread):
+                break
         for chunk, entries in zip(chunks, shards, strict=True):
             if not entries or not all(self._is_usable(entry) for entry in entries):
                 self._owner.counts["lookups_unaccepted"] += 1
                 return match.up_to(chunk.depth * match.chunk_tokens)
         return match
 
-    def _learn(self, shards: list[tuple[ChunkRef, Entry]]) -> None:
+    def _learn(self, shards: list[tuple[ChunkRef, Entry]]) -> list[tuple[ChunkRef, Entry]]:
+        """Those of which no header can be read."""
         unknown = [(chunk, entry) for chunk, entry in shards if entry.nonce not in self._producers]
         if not unknown:
-            return
-        for (_, entry), meta in zip(unknown, self._namespace.headers(unknown), strict=True):
-            if meta is not None:
-                self._producers[entry.nonce] = meta.producer
+            return []
+        unread = []
+        for one, meta in zip(unknown, self._namespace.headers(unknown), strict=True):
+            if meta is None:
+                unread.append(one)
+            else:
+                self._producers[one[1].nonce] = meta.producer
         while len(self._producers) > _SHARDS_REMEMBERED:
             self._producers.pop(next(iter(self._producers)), None)
+        return unread
 
     def _is_usable(self, entry: Entry) -> bool:
         producer = self._producers.get(entry.nonce)

@@ -16,7 +16,7 @@ from lmcache_cli.store.acceptances import write_acceptance
 from lmcache_format.acceptance import Acceptance
 from lmcache_format.geometry import whole_part
 from lmcache_format.identity import Identity
-from tests.store.pattern import document, put_document, tiny_identity
+from tests.store.pattern import document, put_document, refs, tiny_identity
 
 IDENTITY = tiny_identity(name="accepted")
 T = IDENTITY.chunk_tokens
@@ -69,6 +69,20 @@ def test_an_engine_takes_its_own_of_any_version_and_no_others(store: Store, acce
         put(store, document(2 * T, seed), producer)
     assert [hit(accepted, document(2 * T, seed)) for seed in range(4)] == [2 * T, 0, 0, 0]
     assert accepted.counts["lookups_unaccepted"] == 3
+
+
+def test_a_shard_that_another_process_has_replaced_is_found_at_once(
+    store: Store, accepted: AcceptedNamespaces, tmp_path: Path
+) -> None:
+    tokens = document(3 * T)
+    put(store, tokens, VLLM)
+    accepted.of(None)._namespace.refresh()
+    key = refs(IDENTITY, tokens)[1].key.hex()
+    next((tmp_path / "kv").rglob(f"{key}.*")).unlink()
+    with store.namespace(IDENTITY, writer=WriterOptions(producer=VLLM)) as other:
+        other.load(other.match(tokens))  # meets the gap
+        put_document(other, tokens)
+    assert hit(accepted, tokens) == 3 * T
 
 
 def test_a_probe_that_passed_lets_them_in_and_is_noticed_while_serving(

@@ -1,4 +1,4 @@
-"""Scenarios on real engines, told to `test_conformance.py` as JSON: `scenarios.py NAME MODEL PLACE OUT`.
+"""Scenarios on real engines, told to `test_conformance.py` as JSON: `scenarios.py NAME,NAME… MODEL PLACE`.
 
 SmolLM2 in float32: other shapes of a batch then move KV by 1e-6, not by 1e-2, and greedy answers stay the same however
 a prompt is cut, so that every answer can be compared with that of an engine which never met a store.
@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -287,9 +288,20 @@ def _events(subscriber: Any) -> list[dict[str, Any]]:
     return stored
 
 
+def main(names: list[str], model: str, place: Path) -> None:
+    """Each scenario in a directory of its own; what comes of it in `NAME.json`, or why nothing did in `NAME.failed`."""
+    known = {"faults": faults, "pressure": pressure, "services": services, "ranks": ranks}
+    for name in names:
+        own = place / name
+        own.mkdir()
+        began = time.perf_counter()
+        try:
+            (place / f"{name}.json").write_text(json.dumps(known[name](model, own)))
+        except Exception:
+            (place / f"{name}.failed").write_text(traceback.format_exc())
+        sys.stderr.write(f"{name}: {time.perf_counter() - began:.1f} s\n")
+        shutil.rmtree(own)
+
+
 if __name__ == "__main__":
-    scenario, model, place, out = sys.argv[1:]
-    result = {"faults": faults, "pressure": pressure, "services": services, "ranks": ranks}[scenario](
-        model, Path(place)
-    )
-    Path(out).write_text(json.dumps(result))
+    main(sys.argv[1].split(","), sys.argv[2], Path(sys.argv[3]))

@@ -1,4 +1,4 @@
-"""What a real vLLM does to the connector, and the store to vLLM: each scenario of `scenarios.py` is a process."""
+"""What a real vLLM does to the connector, and the store to vLLM: told by the scenarios of `scenarios.py`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,23 @@ NOISE = 1e-4
 """Relative error of KV computed in pieces of other lengths, in float32; 1e-6 as a rule. Garbage has 1."""
 
 
-def run(scenario: str, model_dir: Path, place: Path) -> dict[str, Any]:
-    out = place / "out.json"
-    script = [sys.executable, "-m", "tests.integration.vllm.scenarios", scenario, str(model_dir), str(place), str(out)]
+@pytest.fixture(scope="module")
+def place(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all scenarios have told what came of them: one process, since the first engine of each takes long."""
+    place = tmp_path_factory.mktemp("scenarios")
+    names = "faults,pressure,services,ranks"
+    command = [sys.executable, "-m", "tests.integration.vllm.scenarios", names, str(model_dir), str(place)]
     done = subprocess.run(
-        script, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, stdin=subprocess.DEVNULL
+        command, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, stdin=subprocess.DEVNULL
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return dict(json.loads(out.read_text()))
+    return place
+
+
+def told(place: Path, name: str) -> dict[str, Any]:
+    failed = place / f"{name}.failed"
+    assert not failed.exists(), failed.read_text()
+    return dict(json.loads((place / f"{name}.json").read_text()))
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------
@@ -46,8 +55,8 @@ WHOLE = 6 * CHUNK
 
 
 @pytest.fixture(scope="module")
-def faults(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], Any]:
-    found = run("faults", model_dir, tmp_path_factory.mktemp("faults"))["faults"]
+def faults(place: Path) -> dict[tuple[str, str, str], Any]:
+    found = told(place, "faults")["faults"]
     return {(each["policy"], each["mode"], each["fault"]): each for each in found}
 
 
@@ -95,8 +104,8 @@ MODES = pytest.mark.parametrize("mode", ["sync", "async"])
 
 
 @pytest.fixture(scope="module")
-def pressure(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run("pressure", model_dir, tmp_path_factory.mktemp("pressure"))
+def pressure(place: Path) -> dict[str, Any]:
+    return told(place, "pressure")
 
 
 @MODES
@@ -129,8 +138,8 @@ def test_what_is_stored_meanwhile_is_what_one_piece_would_have_stored(pressure: 
 
 
 @pytest.fixture(scope="module")
-def services(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run("services", model_dir, tmp_path_factory.mktemp("services"))
+def services(place: Path) -> dict[str, Any]:
+    return told(place, "services")
 
 
 def test_generated_tokens_are_stored_on_demand_alone(services: Any):
@@ -169,8 +178,8 @@ def test_a_chunk_that_goes_while_the_engine_runs_is_saved_again(services: Any):
 
 
 @pytest.fixture(scope="module")
-def ranks(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run("ranks", model_dir, tmp_path_factory.mktemp("ranks"))
+def ranks(place: Path) -> dict[str, Any]:
+    return told(place, "ranks")
 
 
 def test_two_ranks_read_what_one_has_written(ranks: Any):

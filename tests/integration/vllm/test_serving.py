@@ -32,6 +32,19 @@ pytestmark = [
 ]
 SYSTEM = " ".join(f"Rule {n}: answer question number {n} in exactly {n} words." for n in range(70))
 START_S = 900
+VLLM = """
+import importlib.metadata
+import vllm
+from vllm.entrypoints.cli.main import main
+from vllm.platforms import current_platform
+
+if __name__ == "__main__":
+    assert current_platform.is_cpu()
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda name: vllm.__version__ if name == "vllm" else version(name)
+    main()
+"""
+"""The command `vllm`. It asks for the version of a distribution of that name, and ends where that has another one."""
 
 
 class Server:
@@ -76,7 +89,7 @@ def served(model_dir: Path, root: Path, log: Path) -> Iterator[Server]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     options = {"store": str(root), "create_store": True}
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model_dir)]
+    command = [sys.executable, "-c", VLLM, "serve", str(model_dir)]
     command += ["--served-model-name", "small", "--port", str(port), "--host", "127.0.0.1", "--enforce-eager"]
     command += ["--max-model-len", "2048", "--max-num-seqs", "4", "--no-enable-prefix-caching"]
     command += ["--kv-transfer-config", json.dumps(transfer_config(options))]
