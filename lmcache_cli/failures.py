@@ -83,6 +83,8 @@ _RULES = {
     "lmcache_cli.store.errors.IncompleteListing": _Rule(ExitCode.ERROR, "run it again when the store lists everything"),
     "lmcache_cli.store.errors.StoreError": _Rule(ExitCode.ERROR, "run 'lmcache doctor' to check the store"),
     "lmcache_cli.integration.errors.AnswerFailed": _Rule(ExitCode.ERROR),
+    "lmcache_cli.integration.errors.EngineFailed": _Rule(ExitCode.ERROR),
+    "lmcache_cli.integration.errors.ServerUnavailable": _Rule(ExitCode.ERROR),
     "lmcache_cli.integration.errors.ModelError": _Rule(ExitCode.REFUSED),
     "lmcache_cli.integration.errors.PromptError": _Rule(ExitCode.REFUSED),
     "lmcache_format.errors.KeyInputError": _Rule(ExitCode.REFUSED),
@@ -91,9 +93,9 @@ _RULES = {
     "lmcache_cli.backends.errors.Unsupported": _Rule(
         ExitCode.UNSUPPORTED, "check how the store is written; 'lmcache doctor' tries out what a place can do"
     ),
+    "lmcache_cli.backends.errors.Obstructed": _Rule(ExitCode.ERROR, "look at what stands there, or use another place"),
     "lmcache_cli.backends.errors.NoSpace": _Rule(ExitCode.ERROR, "free some space, then run it again"),
     "lmcache_cli.backends.errors.Unavailable": _Rule(
-    "lmcache_cli.backends.errors.Obstructed": _Rule(ExitCode.ERROR, "look at what stands there, or use another place"),
         ExitCode.ERROR, "check that the store can be reached, then run it again"
     ),
     "lmcache_cli.backends.errors.BackendError": _Rule(ExitCode.ERROR, "run 'lmcache doctor' to check the store"),

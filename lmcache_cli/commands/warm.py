@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,46 +13,37 @@ from lmcache_cli.commands.model_options import (
     ChunkTokens,
     Documents,
     KvDtype,
-    Model,
     MoreDocuments,
     Name,
-    PieceTokens,
+    PerhapsModel,
     Prompts,
     Revision,
     Salt,
-    check_pieces,
     identify_model,
     read_all_prompts,
     tokenize,
 )
 from lmcache_cli.commands.quantity_options import duration_s
+from lmcache_cli.commands.warm_options import (
+    PIECE_TOKENS,
+    EngineChoice,
+    EngineName,
+    ServerChoice,
+    WarmJob,
+    WriteChoice,
+)
+from lmcache_cli.commands.warm_reports import show_plan, show_result
 from lmcache_cli.errors import Refused
 from lmcache_cli.exit_codes import ExitCode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from lmcache_cli.integration.producer import Producer
     from lmcache_cli.integration.warming import WarmDocument
     from lmcache_cli.store import Namespace
     from lmcache_format import Identity
-
-PLAN_COLUMNS = ("name", "num_tokens", "present_tokens", "shared_tokens", "tokens_to_compute", "bytes_to_write")
-
-
-class EngineName(StrEnum):
-    """Who computes."""
-
-    TRANSFORMERS = "transformers"
-
-
-class DurabilityName(StrEnum):
-    """What a write waits for."""
-
-    NONE = "none"
-    DATA = "data"
-    FULL = "full"
 
 
 @command(
@@ -62,33 +52,28 @@ class DurabilityName(StrEnum):
         "lmcache warm --store /srv/kv --model ./SmolLM2 --prompts prompts.jsonl --chat-template",
         "lmcache warm --store /srv/kv --model ./SmolLM2 --documents handbook.txt --pin --ttl 7d",
         "lmcache warm --store /srv/kv --model ./SmolLM2 --documents handbook.txt --dry-run",
+        "lmcache warm --store /srv/kv --model ./SmolLM2 --documents handbook.txt --probe-engine vllm",
+        "lmcache warm --store /srv/kv --model ./SmolLM2 --documents handbook.txt --engine vllm",
+        "lmcache warm --store /srv/kv --model ./SmolLM2 --prompts prompts.jsonl --server http://127.0.0.1:8000/v1",
     ),
     exit_codes=(ExitCode.DAMAGE, ExitCode.NO_STORE, ExitCode.TOO_NEW, ExitCode.INTERRUPTED),
 )
 def warm(
     session: Session,
-    model: Model,
+    model: PerhapsModel = None,
     documents: Documents = None,
     more_documents: MoreDocuments = None,
     prompts: Prompts = None,
-    engine: Annotated[EngineName, typer.Option("--engine", help="What computes.")] = EngineName.TRANSFORMERS,
+    *,
+    choice: EngineChoice,
+    server: ServerChoice,
     chat_template: ChatTemplate = False,
     salt: Salt = None,
     name: Name = None,
     revision: Revision = None,
     dtype: KvDtype = None,
     chunk_tokens: ChunkTokens = 256,
-    piece_tokens: PieceTokens = 1024,
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Documents computed together.")] = 1,
-    codec: Annotated[
-        str, typer.Option("--codec", help="How to store: raw, or a lossless encoding such as bfx.")
-    ] = "raw",
-    durability: Annotated[
-        DurabilityName, typer.Option("--durability", help="Whether a chunk that is done survives a power cut.")
-    ] = DurabilityName.FULL,
-    keep_tokens: Annotated[
-        bool, typer.Option("--keep-tokens", help="Write the token ids into the files as well; off for privacy.")
-    ] = False,
+    write: WriteChoice,
     allow_unverified: AllowUnverified = False,
     resume: Annotated[
         bool,
@@ -106,17 +91,27 @@ def warm(
     """Compute the KV caches of documents and prompts, and keep them in the store.
 
     What is present is never computed again, and a beginning that documents share is computed once. An interrupted run
-    loses nothing: run the same command again.
+    loses nothing: run the same command again. With --engine vllm, or a server that runs the connector, it is vLLM that
+    computes and saves; what transformers computes vLLM loads once --probe-engine has found both alike.
     """
-    from lmcache_cli.backends import Durability
-    from lmcache_cli.store import Store, WriterOptions
-
-    url = session.settings.required_store()
-    check_pieces(piece_tokens, chunk_tokens)
+    choice.check(server, chunk_tokens, dry_run=dry_run)
+    write.check(choice, server)
     if ttl is not None and not pin:
         raise Refused("--ttl without --pin", "add --pin, or leave it out")
-    _check_codec(codec)
+    if model is None:
+        if server.server_url is None:
+            raise Refused("no model is named", "pass --model DIR, or --server URL to have a server compute")
+        from lmcache_cli.commands.warm_server import ask_unseen
+
+        if pin or dry_run or not resume:
+            raise Refused("without --model nobody can tell what of a prompt is present", "pass --model DIR")
+        asked = read_all_prompts(documents, more_documents, prompts, salt)
+        return ask_unseen(session, server, choice, asked, as_chat=chat_template)
+    url = session.settings.required_store()
     found = read_all_prompts(documents, more_documents, prompts, salt)
+
+    from lmcache_cli.store import Store
+
     with Store.open(url) as store:
         identified = identify_model(
             model,
@@ -127,25 +122,27 @@ def warm(
             allow_unverified=allow_unverified,
         )
         todo = tokenize(identified, found, as_chat=chat_template)
-        options = WriterOptions(Durability(durability.value), encoding=codec, keep_tokens=keep_tokens)
         with store.namespace(
             identified.identity,
             create=not dry_run,
             missing_ok=dry_run,
             allow_unverified=allow_unverified,
-            writer=options,
+            writer=write.options(),
         ) as namespace:
-
-            def load() -> Producer:
-                session.output.note(f"loading {identified.identity.model}")
-                return _load_engine(engine, identified.directory, identified.identity, piece_tokens)
-
-            if dry_run:
-                return _dry_run(session, namespace, load, todo)
-            if not resume:
+            if not resume and not dry_run:
                 _refuse_unfinished(namespace, todo)
-            ending = _warm(session, namespace, load, todo, batch_size=batch_size, keep_tokens=keep_tokens)
-            if pin:
+            job = WarmJob(session, store, namespace, identified, todo, choice, write, allow_unverified, revision)
+            if server.server_url is not None:
+                from lmcache_cli.commands.warm_server import ask_server
+
+                ending = ask_server(job, server, found, as_chat=chat_template, dry_run=dry_run)
+            elif choice.engine is EngineName.VLLM:
+                from lmcache_cli.commands.warm_vllm import warm_with_vllm
+
+                ending = warm_with_vllm(job, dry_run=dry_run)
+            else:
+                ending = _warm_with_transformers(job, dry_run=dry_run)
+            if pin and not dry_run:
                 _pin(namespace, todo, None if ttl is None else store.backend.now_ms() + ttl * 1000)
             return ending
 
@@ -159,26 +156,6 @@ def _pin(namespace: Namespace, documents: Sequence[WarmDocument], expires_ms: in
     namespace.flush()
 
 
-def _check_codec(codec: str) -> None:
-    from lmcache_format.encodings import encoding_names, get_encoding
-    from lmcache_format.errors import UnsupportedVersion
-
-    try:
-        encoding = get_encoding(codec)
-    except UnsupportedVersion:
-        raise Refused(f"unknown codec {codec!r}", f"use one of {', '.join(encoding_names())}") from None
-    if not encoding.lossless:
-        raise Refused(f"codec {codec} loses precision", "warm with a lossless one, such as raw or bfx")
-
-
-def _load_engine(engine: EngineName, directory: Path, identity: Identity, piece_tokens: int) -> Producer:
-    match engine:
-        case EngineName.TRANSFORMERS:
-            from lmcache_cli.integration.transformers.engine import TransformersEngine
-
-            return TransformersEngine.load(directory, identity, piece_tokens=piece_tokens)
-
-
 def _refuse_unfinished(namespace: Namespace, documents: Sequence[WarmDocument]) -> None:
     for document in documents:
         present = namespace.match(document.tokens, salt=document.salt).num_tokens
@@ -189,61 +166,40 @@ def _refuse_unfinished(namespace: Namespace, documents: Sequence[WarmDocument]) 
             )
 
 
-def _dry_run(
-    session: Session, namespace: Namespace, load: Callable[[], Producer], documents: Sequence[WarmDocument]
-) -> ExitCode:
-    from lmcache_cli.integration.warming import measure_tokens_per_s, plan
+def _load_engine(engine: EngineName, directory: Path, identity: Identity, piece_tokens: int) -> Producer:
+    assert engine is EngineName.TRANSFORMERS
+    from lmcache_cli.integration.transformers.engine import TransformersEngine
 
-    planned = list(plan(namespace, documents))
-    session.output.table("warm_plan", planned, columns=PLAN_COLUMNS)
-    to_compute = sum(one.tokens_to_compute for one in planned)
-    speed = None
-    if to_compute:
-        longest = max(documents, key=lambda document: len(document.tokens))
-        speed = measure_tokens_per_s(load(), longest.tokens)
-    session.output.summary(
-        "{num_documents} documents: {tokens_to_compute} of {num_tokens} tokens to compute, {bytes_to_write} to write,"
-        " about {estimated_s}; nothing was written",
-        num_documents=len(planned),
-        num_tokens=sum(one.num_tokens for one in planned),
-        tokens_to_compute=to_compute,
-        bytes_to_write=sum(one.bytes_to_write for one in planned),
-        estimated_s=to_compute / speed if speed else 0.0,
-        tokens_per_s=speed,
-    )
-    return ExitCode.OK
+    return TransformersEngine.load(directory, identity, piece_tokens=piece_tokens)
 
 
-def _warm(
-    session: Session,
-    namespace: Namespace,
-    load: Callable[[], Producer],
-    documents: Sequence[WarmDocument],
-    *,
-    batch_size: int,
-    keep_tokens: bool,
-) -> ExitCode:
-    from lmcache_cli.integration.warming import warm as warm_documents
+def _warm_with_transformers(job: WarmJob, *, dry_run: bool) -> ExitCode:
+    from lmcache_cli.integration.warming import measure_tokens_per_s, warm
 
-    total = sum(len(document.tokens) for document in documents)
-    with session.output.progress("warm", total=total, unit="tokens") as meter:
-        report = warm_documents(
-            namespace, load, documents, batch_size=batch_size, keep_tokens=keep_tokens, progress=meter.advance
+    loaded: list[Producer] = []
+
+    def load() -> Producer:
+        if not loaded:
+            identity = job.model.identity
+            job.session.output.note(f"loading {identity.model}")
+            pieces = job.choice.piece_tokens or PIECE_TOKENS
+            loaded.append(_load_engine(EngineName.TRANSFORMERS, job.model.directory, identity, pieces))
+        return loaded[0]
+
+    if dry_run:
+        return show_plan(job, lambda tokens: measure_tokens_per_s(load(), tokens))
+    if job.choice.probe_engine is not None:
+        from lmcache_cli.commands.warm_vllm import probe_with_vllm
+
+        probe_with_vllm(job, load)
+    total = sum(len(document.tokens) for document in job.documents)
+    with job.session.output.progress("warm", total=total, unit="tokens") as meter:
+        report = warm(
+            job.namespace,
+            load,
+            job.documents,
+            batch_size=job.choice.batch_size or 1,
+            keep_tokens=job.write.keep_tokens,
+            progress=meter.advance,
         )
-    for name, reason in report.failures:
-        session.output.warning(f"{name}: {reason}")
-    session.output.summary(
-        "{num_complete} of {num_documents} documents are in the store: {tokens_computed} tokens computed,"
-        " {tokens_present} were present, {chunks_stored} chunks and {bytes_written} written in {elapsed_s}",
-        namespace=namespace.fingerprint,
-        num_documents=report.num_documents,
-        num_complete=report.num_complete,
-        num_failed=len(report.failures),
-        num_tokens=report.num_tokens,
-        tokens_computed=report.tokens_computed,
-        tokens_present=report.tokens_present,
-        chunks_stored=report.chunks_stored,
-        bytes_written=report.bytes_written,
-        elapsed_s=report.seconds,
-    )
-    return ExitCode.DAMAGE if report.num_complete < report.num_documents else ExitCode.OK
+    return show_result(job, report)

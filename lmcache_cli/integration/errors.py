@@ -6,6 +6,10 @@ ModelError
 ├── UnsupportedModel     its cache is none that this version can store (latents, recurrent state, …)
 ├── AdapterError         an adapter's files are missing or unreadable
 ├── AnswerFailed         the process that was to answer ended without an answer
+├── EngineFailed         an engine's process cannot be started, or ended in the middle
+├── NotAccepted          a probe found that one engine computes something else than another
+├── ServerRefused        a server that is none, does not know the model, or does not let us in
+├── ServerUnavailable    a server that does not answer, or not in time
 └── GeometryMismatch     the running model's cache has another shape or type than its identity says
 PromptError              a document or prompt file that cannot be read as one
 """
@@ -34,6 +38,22 @@ class AdapterError(ModelError):
 
 
 class AnswerFailed(ModelError):
+    pass
+
+
+class EngineFailed(ModelError):
+    pass
+
+
+class NotAccepted(ModelError):
+    pass
+
+
+class ServerRefused(ModelError):
+    pass
+
+
+class ServerUnavailable(ModelError):
     pass
 
 

@@ -23,6 +23,8 @@ from .producer import ChunkData, Document, KnownChunk, ProducedChunk, Producer, 
 
 WRITE_BUFFERS = 4
 PROBE_TOKENS = 512
+LABEL_EVERY_S = 10.0
+"""How often a long document's name is given to what there is of it: a run that is killed cannot do so at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +127,7 @@ def warm(
     started = time.perf_counter()
     report = WarmReport(num_documents=len(documents), num_tokens=sum(len(one.tokens) for one in documents))
     usable = list(_usable(documents, report))
-    for document in usable:
-        keys = document_keys(namespace, document)
-        namespace.label(document.name, keys[-1], len(document.tokens), len(keys) - 2)
-    namespace.flush()
+    label_documents(namespace, usable)
     writer = _Writer(namespace, keep_tokens=keep_tokens)
     try:
         producer: Producer | None = None
@@ -140,14 +139,25 @@ def warm(
     finally:
         writer.close()
         if report.num_complete < len(usable):
-            _label_progress(namespace, usable)
+            label_progress(namespace, usable)
         namespace.flush()
         report.chunks_stored, report.bytes_written = writer.chunks_stored, writer.bytes_written
         report.seconds = time.perf_counter() - started
     return report
 
 
-def _label_progress(namespace: Namespace, documents: Sequence[WarmDocument]) -> None:
+def label_documents(namespace: Namespace, documents: Sequence[WarmDocument]) -> None:
+    """Record names before anything is computed: of every document's end, and of its first chunk, by which a run that is
+    killed can be told from one that never began. Raises `BackendError`."""
+    for document in documents:
+        keys = document_keys(namespace, document)
+        namespace.label(document.name, keys[-1], len(document.tokens), len(keys) - 2)
+        if len(keys) > 2:
+            namespace.label(document.name, keys[1], namespace.identity.chunk_tokens, 0)
+    namespace.flush()
+
+
+def label_progress(namespace: Namespace, documents: Sequence[WarmDocument]) -> None:
     """Give a document's name to what there is of it as well, or nobody could tell how far it has come."""
     for document in documents:
         match = namespace.match(document.tokens, salt=document.salt)
@@ -243,10 +253,7 @@ def _compute(
     progress(shortest * chunk_tokens * len(jobs))
     try:
         for chunk in producer.prefill(documents, writer.take):
-            job = jobs[chunk.document]
-            depth = chunk.start // chunk_tokens
-            tokens = job.document.tokens[chunk.start : chunk.start + chunk.num_tokens]
-            writer.submit(chunk, job.keys[depth + 1], job.keys[depth], depth, tokens)
+            writer.submit(chunk, jobs[chunk.document])
             report.tokens_computed += chunk.num_tokens
             progress(chunk.num_tokens)
     except ModelError as problem:
@@ -271,6 +278,7 @@ class _Write:
     parent: ChunkKey
     depth: int
     tokens: TokenIds | None
+    job: _Job
 
 
 class _Writer:
@@ -284,6 +292,7 @@ class _Writer:
         self._lent: dict[int, ChunkBuffer] = {}
         self._queue: queue.Queue[_Write | None] = queue.Queue()
         self._error: Exception | None = None
+        self._labelled_at = time.monotonic()
         self.chunks_stored = 0
         self.bytes_written = 0
         for _ in range(WRITE_BUFFERS):
@@ -301,11 +310,13 @@ class _Writer:
         self._lent[_address(data)] = buffer
         return data
 
-    def submit(self, chunk: ProducedChunk, key: ChunkKey, parent: ChunkKey, depth: int, tokens: TokenIds) -> None:
+    def submit(self, chunk: ProducedChunk, job: _Job) -> None:
         """Hand over a chunk whose data lies in memory from `take`."""
         self._raise()
         buffer = self._lent.pop(_address(chunk.data))
-        self._queue.put(_Write(buffer, chunk.num_tokens, key, parent, depth, tokens if self._keep_tokens else None))
+        depth = chunk.start // self._namespace.identity.chunk_tokens
+        tokens = job.document.tokens[chunk.start : chunk.start + chunk.num_tokens] if self._keep_tokens else None
+        self._queue.put(_Write(buffer, chunk.num_tokens, job.keys[depth + 1], job.keys[depth], depth, tokens, job))
 
     def drain(self) -> None:
         """Wait until everything handed over is committed."""
@@ -338,6 +349,11 @@ class _Writer:
         if status in (PutStatus.STORED, PutStatus.REPLACED):
             self.chunks_stored += 1
             self.bytes_written += buffer.size_bytes
+        now = time.monotonic()
+        if now - self._labelled_at > LABEL_EVERY_S:
+            self._labelled_at = now
+            stop = write.depth * self._namespace.identity.chunk_tokens + write.num_tokens
+            self._namespace.label(write.job.document.name, write.key, stop, write.depth)
 
     def _raise(self) -> None:
         if self._error is not None:
