@@ -84,6 +84,9 @@ def prune(
 
     What goes is marked: readers miss it at once, its bytes are deleted by a later run, once the grace time is over.
     Every run first deletes what earlier ones marked. Ages are told by the store's own clock.
+
+    With --max-size a run also counts shards that no index lists, as a writer that died leaves them: they take space,
+    'lmcache repair' lists them, and where they alone keep a store above its limit, the run ends with 3.
     """
     from lmcache_cli.store import Store
     from lmcache_cli.store.prune import PruneRules

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lmcache_cli.store import Store
     from lmcache_cli.store.prune import MarkResult, PrunePlan, PruneRules
     from lmcache_cli.store.sweep import SweepResult
+    from lmcache_cli.store.unlisted import Unlisted
 
 COLUMNS = ("namespace", "model", "rule", "num_chunks", "num_shards", "size_bytes", "first_used", "last_used")
 MOST_WARNINGS = 20
@@ -125,7 +126,7 @@ def _carry_out(session: Session, store: Store, plan: PrunePlan, consent: Consent
     from lmcache_cli.store.prune import MarkResult, mark
     from lmcache_cli.store.sweep import SweepResult, sweep
 
-    swept, marked = SweepResult(), MarkResult()
+    swept, marked, unlisted = SweepResult(), MarkResult(), None
     grace_ms = consent.grace_s * 1000
     try:
         if plan.num_due:  # first: on a full disk there must be room for the marks
@@ -138,9 +139,30 @@ def _carry_out(session: Session, store: Store, plan: PrunePlan, consent: Consent
             _wait(session, store, max(marked.marked_ms, _last_mark_ms(store)) + grace_ms)
             with session.output.progress("delete", total=marked.num_marked, unit="shards") as meter:
                 sweep(store, grace_ms=grace_ms, result=swept, advance=lambda num, size: meter.advance(num))
+        unlisted = _count_unlisted(session, store, plan)
     finally:
-        _tell(session, plan, marked, swept)
-    return _ending(plan, num_failures=len(swept.failures))
+        _tell(session, plan, marked, swept, unlisted)
+    return _ending(plan, num_failures=len(swept.failures), unlisted=unlisted)
+
+
+def _count_unlisted(session: Session, store: Store, plan: PrunePlan) -> Unlisted | None:
+    """Where the space of whole namespaces is limited: what takes space beside what the indexes list."""
+    from lmcache_cli.backends import BackendError
+    from lmcache_cli.store.unlisted import count_unlisted
+
+    if plan.rules.max_bytes is None or plan.rules.salt is not None:
+        return None
+    try:
+        found = count_unlisted(store, plan.in_scope)
+    except BackendError as problem:
+        session.output.warning(f"shards that no index lists could not be counted: {problem}")
+        return None
+    if found.num_shards:
+        session.output.warning(
+            f"no index lists {found.num_shards} shards ({show_size(found.size_bytes)}), so no limit counts them; "
+            "list them with: lmcache repair"
+        )
+    return found
 
 
 def _last_mark_ms(store: Store) -> int:
@@ -165,7 +187,7 @@ def _wait(session: Session, store: Store, until_ms: int) -> None:
         time.sleep(min(_POLL_S * 15, left_ms / 1000 + 0.005))
 
 
-def _tell(session: Session, plan: PrunePlan, marked: MarkResult, swept: SweepResult) -> None:
+def _tell(session: Session, plan: PrunePlan, marked: MarkResult, swept: SweepResult, unlisted: Unlisted | None) -> None:
     for path, reason in swept.failures[:MOST_WARNINGS]:
         session.output.warning(f"{path}: {reason}")
     if marked.num_spared:
@@ -186,6 +208,8 @@ def _tell(session: Session, plan: PrunePlan, marked: MarkResult, swept: SweepRes
             "num_gone": swept.num_gone,
             "num_changed": swept.num_changed,
             "num_failures": len(swept.failures),
+            "num_unlisted": None if unlisted is None else unlisted.num_shards,
+            "unlisted_bytes": None if unlisted is None else unlisted.size_bytes,
         },
     )
 
@@ -208,9 +232,11 @@ def _counts(plan: PrunePlan) -> dict[str, int]:
     }
 
 
-def _ending(plan: PrunePlan, *, num_failures: int) -> ExitCode:
-    """A cap that was asked for leaves nothing undone; a limit that pins do not let one reach does."""
-    missed = (plan.excess_bytes or plan.excess_chunks) and not plan.num_left_out
+def _ending(plan: PrunePlan, *, num_failures: int, unlisted: Unlisted | None = None) -> ExitCode:
+    """A cap that was asked for leaves nothing undone; a limit that pins or unlisted shards keep one from does."""
+    beside_bytes = 0 if unlisted is None else unlisted.size_bytes
+    is_over = plan.rules.max_bytes is not None and beside_bytes > max(0, plan.rules.max_bytes - plan.kept_bytes)
+    missed = (plan.excess_bytes or plan.excess_chunks or is_over) and not plan.num_left_out
     return ExitCode.DAMAGE if num_failures or plan.unreadable or missed else ExitCode.OK
 
 

@@ -175,6 +175,7 @@ class PrunePlan:
     num_marked: int = 0
     num_due: int = 0
     unreadable: list[tuple[Fingerprint, str]] = field(default_factory=list)
+    in_scope: tuple[Fingerprint, ...] = ()
 
     @property
     def num_shards(self) -> int:
@@ -231,6 +232,7 @@ def plan_prune(
     now_ms = checked_now_ms(store.backend, host_ms)
     plan = PrunePlan(rules)
     opened = list(_open_namespaces(store, rules, plan, now_ms, now_ms - grace_ms))
+    plan.in_scope = tuple(one.identity.fingerprint for one in opened)
     chosen = _choose(opened, rules, now_ms)
     _summarise(plan, opened, chosen)
     plan.namespaces = [_in_order(one, rows, codes) for one, (rows, codes) in zip(opened, chosen, strict=True)]

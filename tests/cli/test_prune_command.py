@@ -100,6 +100,45 @@ def test_without_yes_and_a_terminal_a_plan_is_refused(inside, made_store):
     assert inside("ls", "--store", made_store, "--json").lines[-1].count(b'"num_chunks": 5') == 1
 
 
+def lose_the_index(store: Path, minutes_ago: int = 60) -> None:
+    """As after a writer that died before it flushed, some time ago."""
+    for segment in store.rglob("*.lmi"):
+        segment.unlink()
+    for path in shards(store):
+        os.utime(path, (time.time() - 60 * minutes_ago,) * 2)
+
+
+def test_shards_that_no_index_lists_are_told_where_space_is_limited(inside, made_store):
+    lose_the_index(made_store)
+    size = sum(path.stat().st_size for path in shards(made_store))
+    for limit, code in (("1GB", 0), ("1KB", 3)):
+        ran = inside("prune", "--store", made_store, "--max-size", limit, "--yes", "-q", "--json")
+        assert ran.code == code
+        assert (summary(ran)["num_unlisted"], summary(ran)["unlisted_bytes"]) == (5, size)
+        assert b"no index lists 5 shards" in ran.stderr
+        assert b"lmcache repair" in ran.stderr
+    assert inside("repair", "--store", made_store, "--yes").code == 0
+    ran = inside("prune", "--store", made_store, "--max-size", "1KB", "--yes", "-q", "--json")
+    assert (ran.code, summary(ran)["num_unlisted"], summary(ran)["num_marked"]) == (0, 0, 5)
+
+
+def test_neither_young_shards_nor_marked_ones_count_as_unlisted(inside, made_store):
+    assert inside("prune", "--store", made_store, "--max-count", "2", "--yes").code == 0
+    for path in shards(made_store):
+        os.utime(path, (time.time() - 3600,) * 2)
+    ran = inside("prune", "--store", made_store, "--max-size", "1GB", "-q", "--json")
+    assert (ran.code, summary(ran)["num_unlisted"], summary(ran)["num_waiting"]) == (0, 0, 3)
+    lose_the_index(made_store, minutes_ago=1)
+    ran = inside("prune", "--store", made_store, "--max-size", "1GB", "-q", "--json")
+    assert (ran.code, summary(ran)["num_unlisted"]) == (0, 0)
+
+
+def test_without_a_limit_of_space_nothing_is_listed_for_it(inside, made_store):
+    lose_the_index(made_store)
+    ran = inside("prune", "--store", made_store, "--max-count", "9", "-q", "--json")
+    assert (ran.code, summary(ran)["num_unlisted"]) == (0, None)
+
+
 def test_nothing_to_prune_is_exit_0_without_yes(inside, made_store):
     ran = inside("prune", "--store", made_store, "--older-than", "30d", "-q", "--json")
     assert (ran.code, len(ran.lines)) == (0, 1)
