@@ -63,15 +63,15 @@ class LMCacheEngine:
         self._saves = metadata.worker_id == 0 or not config.save_only_first_rank
 
     def store(self, tokens: Tokens, mask: Mask | None = None, *, salt: str | None = None, **kwargs: Any) -> int:
-        """Copy the chunks of `tokens` that nobody has out of the engine's memory, and keep them; stores are written in
-        the background. `kwargs` are the connector's (`slot_mapping`). Returns how many tokens were taken; where memory
-        runs out, the rest is left, since chunks without their prefix are of no use.
+        """Copy the chunks of `tokens` that neither memory nor the nearest store has out of the engine's memory, and
+        keep them; stores are written in the background. `kwargs` are the connector's (`slot_mapping`). Returns how many
+        tokens were taken; where memory runs out, the rest is left, since chunks without their prefix are of no use.
         """
         if not self._saves:
             return 0
         taken = 0
         for chunk in self.token_database.process_tokens(tokens, mask, salt=salt):
-            if self.storage_manager.contains(chunk.ref):
+            if self.storage_manager.is_kept(chunk.ref):
                 continue
             memory = self.storage_manager.allocate(chunk.ref.num_tokens)
             if memory is None:

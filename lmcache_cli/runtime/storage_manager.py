@@ -98,6 +98,13 @@ class StorageManager:
                 return True
         return self._source is not None and bool(self._source.match_keys(KeyList(chunk.key)))
 
+    def is_kept(self, chunk: ChunkRef) -> bool:
+        """Whether it need not be put: it is in memory, or in the nearest store. Changes nothing."""
+        with self._lock:
+            if chunk.key in self._hot:
+                return True
+        return self._source is not None and bool(self._source.num_kept(KeyList(chunk.key)))
+
     def clear(self) -> int:
         """Forget what is in memory; stores keep theirs. Returns how many chunks that were."""
         count = 0

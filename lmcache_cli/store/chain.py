@@ -116,6 +116,10 @@ class ChainedNamespace(Namespace):
                 count += super().match_keys(keys.after(count))
         return count
 
+    def num_kept(self, keys: KeyList) -> int:
+        """See `Namespace`: the first store alone counts. What was computed although another lists it is kept here."""
+        return super().match_keys(keys)
+
     def hear_of(self, keys: KeyList) -> None:
         """See `Namespace`; waits for the stores behind until their deadline."""
         super().hear_of(keys)

@@ -136,6 +136,10 @@ class Namespace(Retrieval):
         self._flush_if_due()
         return count
 
+    def num_kept(self, keys: KeyList) -> int:
+        """How many chunks, from the first on, need not be written: they are present where `put` would put them."""
+        return self.match_keys(keys)
+
     def hear_of(self, keys: KeyList) -> None:
         """Make sure that this process knows chunks which another one found: its own view may be the older one."""
         if self.match_keys(keys) < len(keys):
@@ -222,14 +226,13 @@ class Namespace(Retrieval):
 
     def _commit(self, meta: ShardMeta, chunk: ChunkBuffer) -> PutStatus:
         parts = build_shard(meta, chunk)
-        size = sum(len(part) for part in parts)
         status = PutStatus.STORED
         for _ in range(_COMMIT_TRIES):
             entry = put_shard(self._backend, meta, parts, self._shard_durability, replace=status is PutStatus.REPLACED)
             if entry is not None:
                 self._record(entry)
                 self.events.count(Event.REPLACED if status is PutStatus.REPLACED else Event.STORED)
-                self.events.count(Event.BYTES_WRITTEN, size)
+                self.events.count(Event.BYTES_WRITTEN, entry.size_bytes)
                 return status
             found = self._inspect_existing(meta)
             if isinstance(found, Entry):

@@ -562,6 +562,15 @@ def test_uses_are_kept_in_front_and_come_to_the_archive_with_the_next_migration(
     assert (archived.near_shards(), alone(archived.far)) == ({}, len(TOKENS))
 
 
+def test_what_a_store_behind_has_is_written_all_the_same_by_one_who_computed_it(archived: World) -> None:
+    with archived.chain() as chain, chain.namespace(KV_IDENTITY, create=True) as namespace:
+        keys = namespace.match(TOKENS).keys
+        assert (namespace.match_keys(keys), namespace.num_kept(keys)) == (NUM_CHUNKS, 0)
+        put_kv(namespace, TOKENS)
+        assert namespace.num_kept(keys) == NUM_CHUNKS
+    assert alone(archived.near) == len(TOKENS)
+
+
 def test_what_is_written_goes_to_the_first_store_alone(world: World) -> None:
     before = world.far_objects()
     with world.chain() as chain, chain.namespace(KV_IDENTITY, create=True) as namespace:

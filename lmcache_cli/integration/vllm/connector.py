@@ -152,7 +152,7 @@ class LMCacheStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             holds_saves=options.hold_saves or ranks.num_ranks > 1,
             tells_stored=_wants_events(config),
             cores=cores,
-            is_near=store.backend.capabilities.cheap_stat and not options.archive,
+            is_near=store.backend.capabilities.cheap_stat,
         )
 
     def _open_store(self) -> Store | StoreChain:

@@ -224,7 +224,7 @@ class StoreWorker:
             namespace = self._namespace_of(op.adapter)
             listed = present = 0
             if not op.is_suspect:
-                listed = namespace.match_keys(KeyList(b"".join(chunk.key for chunk in op.chunks)))
+                listed = namespace.num_kept(KeyList(b"".join(chunk.key for chunk in op.chunks)))
                 present = self._num_readable(namespace, op.chunks[:listed])
             self.counts["save_present"] += present
             for number, chunk in enumerate(op.chunks[present:], present):
