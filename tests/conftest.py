@@ -8,6 +8,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -50,13 +51,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What collecting makes stays to the end: the garbage collector need not look at it again and again."""
+    """What collecting makes stays to the end: the garbage collector need not look at it again and again.
+
+    Of torch, where a test module imported it, one thread is to compute: two that wait for each other on a busy machine
+    take a hundred times as long.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.enable()
         gc.freeze()
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.set_num_threads(1)
 
 
 def _has_memory() -> bool:

@@ -7,7 +7,7 @@ Elements carry their own position: `pattern(layer, side, head, slot, dim)`, so t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from dataclasses import dataclass
 from math import prod
 
@@ -133,27 +133,18 @@ class MadePages:
 
     def fill(self) -> None:
         """Write every element's pattern."""
-        self._each_block(self._write_block)
-
-    def _each_block(self, visit: Callable[[int, int, int, int], None]) -> None:
-        for layer in range(self.sizes.layers):
-            for side in range(1 if self.variant.is_latent else 2):
-                for block in range(self.sizes.blocks):
-                    for head in range(self.sizes.heads):
-                        visit(layer, side, block, head)
-
-    def _write_block(self, layer: int, side: int, block: int, head: int) -> None:
         n = self.sizes.block_size
+        for layer, side in itertools.product(range(self.sizes.layers), range(1 if self.variant.is_latent else 2)):
+            values = self.values(layer, side, torch.arange(self.sizes.slots))
+            for block, head in itertools.product(range(self.sizes.blocks), range(self.sizes.heads)):
+                self.block(layer, side, block, head)[:] = values[head, block * n : (block + 1) * n]
+
+    def values(self, layer: int, side: int, slots: torch.Tensor) -> torch.Tensor:
+        """The pattern `[H, T, D]` of some slots."""
         dim = self.sizes.head_dim_k if side == 0 else self.sizes.head_dim_v
-        values = pattern(
-            torch.tensor(layer),
-            side,
-            torch.tensor(head),
-            torch.arange(block * n, (block + 1) * n)[:, None],
-            torch.arange(dim)[None, :],
-            self.layers[layer].dtype,
-        )
-        self.block(layer, side, block, head)[:] = values
+        heads = torch.arange(self.sizes.heads)[:, None, None]
+        dims = torch.arange(dim)[None, None, :]
+        return pattern(torch.tensor(layer), side, heads, slots[None, :, None], dims, self.layers[layer].dtype)
 
     def block(self, layer: int, side: int, block: int, head: int) -> torch.Tensor | _PermutedBlock:
         """The tokens `[N, D]` of one block and head: something that reads by `[:]` and writes by `[:] =`."""

@@ -18,7 +18,6 @@ from tests.kernels.made_pages import (
     assert_same_memory,
     expected_chunk,
     make_pages,
-    pattern,
     poisoned_chunk,
 )
 
@@ -62,13 +61,10 @@ def assert_landed(target: MadePages, source_of: dict[int, int]) -> None:
     sizes, n = target.sizes, target.sizes.block_size
     for layer in range(sizes.layers):
         for side in range(1 if target.variant.is_latent else 2):
-            dims = torch.arange(sizes.head_dim_k if side == 0 else sizes.head_dim_v)[None, :]
+            values = target.values(layer, side, torch.tensor([source_of.get(slot, 0) for slot in range(sizes.slots)]))
             for head, block in itertools.product(range(sizes.heads), range(sizes.blocks)):
                 positions = [p for p in range(n) if block * n + p in source_of]
-                origin = torch.tensor([source_of[block * n + p] for p in positions])[:, None]
-                integer = target.layers[layer].dtype
-                values = pattern(torch.tensor(layer), side, torch.tensor(head), origin, dims, integer)
-                target.block(layer, side, block, head)[positions] = values
+                target.block(layer, side, block, head)[positions] = values[head, [block * n + p for p in positions]]
     assert_same_memory(found, target.snapshot())
 
 
