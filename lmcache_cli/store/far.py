@@ -133,7 +133,8 @@ class Fetched:
 class FarNamespace:
     """One identity's chunks in a far store. `opener` blocks, and raises what `Store.namespace` does.
 
-    `events` counts what this reader gets, and what it does not, once logged.
+    `events` counts what this reader gets, and what it does not, once logged. `memory_bytes` bound what is fetched and
+    what waits to be promoted.
     """
 
     def __init__(
@@ -152,29 +153,28 @@ class FarNamespace:
         self._opener = opener
         self._events = events
         self._clock = clock
-        self.breaker = CircuitBreaker(
-            failures=self.options.breaker_failures, cooldown_s=self.options.cooldown_s, clock=clock, url=url
-        )
-        most = most_shard_bytes(identity, whole_part(identity))
-        self._memory = BufferPool(max(self.options.memory_bytes, 2 * round_up(most, HUGE_PAGE_BYTES)))
+        most = round_up(most_shard_bytes(identity, whole_part(identity)), HUGE_PAGE_BYTES)
+        self.memory_bytes = max(self.options.memory_bytes, 2 * most)
         self._namespace: Namespace | None = None
         self._retry_at = _NEVER
         self._is_closed = False
         self.after_fork()
 
     def after_fork(self) -> None:
-        """Threads and locks of this process."""
+        """Threads and locks of this process, and memory that no thread of another writes to."""
         self._lock = threading.Lock()
+        self._memory = BufferPool(self.memory_bytes)
+        self.breaker = CircuitBreaker(
+            failures=self.options.breaker_failures,
+            cooldown_s=self.options.cooldown_s,
+            clock=self._clock,
+            url=self.url,
+        )
         self._opening: Future[Namespace] | None = None
         self._refreshing: Future[bool] | None = None
         self._trying: Future[None] | None = None
         self._index_thread = ThreadPoolExecutor(1, thread_name_prefix="lmcache-far-index")
         self._readers = ThreadPoolExecutor(self.options.num_readers, thread_name_prefix="lmcache-far-read")
-
-    @property
-    def memory_bytes(self) -> int:
-        """The bound of what is fetched and waits to be promoted."""
-        return self._memory.limit_bytes
 
     def begin(self) -> Future[Namespace] | None:
         """Begin to open it behind the scenes, or go on; None where it is open, closed, or left alone for a while."""
@@ -409,10 +409,19 @@ class FarNamespace:
                 return fetched
             except ReadFault as fault:
                 if fault.fault is not Fault.DAMAGED or is_last:
-                    namespace._handle_fault(fault, fetch.wanted, entry)
+                    self._deal_with(namespace, fault, fetch.wanted, entry)
                     raise
             fetch = self._begin(namespace, fetch.wanted, fetch.piece, deadline)
         raise AssertionError
+
+    def _deal_with(self, namespace: Namespace, fault: ReadFault, wanted: Wanted, entry: Entry) -> None:
+        """As any reader of that store would; what it changes there, if it may, it changes behind the scenes."""
+        if fault.fault in (Fault.DAMAGED, Fault.FOREIGN):
+            namespace._forget(entry, None)
+            with suppress(RuntimeError):  # closed meanwhile
+                self._index_thread.submit(namespace._handle_fault, fault, wanted, entry)
+            return
+        namespace._handle_fault(fault, wanted, entry)
 
     def _fetch(self, namespace: Namespace, wanted: Wanted, piece: Part, deadline: float) -> Fetched:
         """In a thread of ours: all of a shard where all is wanted, else a piece of it, by ranges."""
