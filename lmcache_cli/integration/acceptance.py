@@ -72,7 +72,8 @@ def _vectors(chunks: Sequence[ChunkBuffer], layer: int, side: str, dtype: Dtype)
     arrays = [chunk.array(layer, side) for chunk in chunks]
     if dtype is Dtype.BF16:
         arrays = [(array.astype(np.uint32) << 16).view(np.float32) for array in arrays]
-    return np.concatenate(arrays, axis=-2).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # what is no number stays none
+        return np.concatenate(arrays, axis=-2).astype(np.float64)
 
 
 def signature(producer: Mapping[str, Any]) -> dict[str, str]:

@@ -247,6 +247,7 @@ def _learn(namespace: Namespace, item: _Item, tokens: TokenIds, *, saves_tails: 
 def _await(namespace: Namespace, items: Sequence[_Item], waiting: _Waiting) -> None:
     """Look until everything is there, or nothing has come for a while."""
     changed_at = refreshed_at = waiting.clock()
+    is_last = False
     while True:
         total = sum(item.present for item in items)
         for item in items:
@@ -254,13 +255,15 @@ def _await(namespace: Namespace, items: Sequence[_Item], waiting: _Waiting) -> N
                 item.present = max(item.present, _look(namespace, item.document))
         now = waiting.clock()
         if sum(item.present for item in items) > total:
-            changed_at = now
-        if all(item.is_done for item in items) or now - changed_at > waiting.settle_s:
+            changed_at, is_last = now, False
+        if all(item.is_done for item in items) or is_last:
             return
-        if now - refreshed_at >= REFRESH_S:
+        is_last = now - changed_at > waiting.settle_s
+        if is_last or now - refreshed_at >= REFRESH_S:
             refreshed_at = now
             namespace.refresh()
-        waiting.sleep(POLL_S)
+        if not is_last:
+            waiting.sleep(POLL_S)
 
 
 def _count(namespace: Namespace, items: Sequence[_Item], known: set[ChunkKey], report: AskedReport) -> None:
