@@ -82,7 +82,7 @@ def answer_in_fresh_process(request: AnswerRequest) -> Answer:
 
 
 def answer(request: AnswerRequest) -> Answer:
-    """Load the model and answer, here."""
+    """Load the model and answer, here. Raises `ModelError` for tokens that the model does not have."""
     from lmcache_cli.integration.transformers.engine import TransformersEngine
 
     identity = Identity.from_json(request.identity_json.encode("utf-8"))
@@ -92,6 +92,7 @@ def answer(request: AnswerRequest) -> Answer:
         Path(request.directory), identity, piece_tokens=request.piece_tokens, attention=request.attention
     )
     load_s = time.perf_counter() - started
+    engine.check_tokens(tokens)
     if request.way is Way.WARM:
         return _answer_from_store(request, engine, tokens, load_s)
     cache = engine.new_cache(len(tokens) + request.max_tokens)

@@ -118,7 +118,8 @@ class TransformersEngine:
         """
         if not documents:
             return
-        self._check_tokens(documents)
+        for document in documents:
+            self.check_tokens(document.tokens)
         start = _common_start(documents)
         # Longest first: those that go on are always the first rows of the batch.
         order = sorted(range(len(documents)), key=lambda index: -len(documents[index].tokens))
@@ -168,16 +169,16 @@ class TransformersEngine:
                 return
             tokens = np.array([token], dtype=np.uint32)
 
-    def _check_tokens(self, documents: Sequence[Document]) -> None:
+    def check_tokens(self, tokens: TokenIds) -> None:
+        """Raises `ModelError` for an id that the model does not have."""
         num_known = int(self._model.get_input_embeddings().num_embeddings)
-        for document in documents:
-            unknown = np.flatnonzero(document.tokens >= num_known)
-            if len(unknown):
-                at = int(unknown[0])
-                raise ModelError(
-                    f"token id {document.tokens[at]} at position {at} is none of the model's {num_known}; "
-                    "was the prompt encoded for another model?"
-                )
+        unknown = np.flatnonzero(tokens >= num_known)
+        if len(unknown):
+            at = int(unknown[0])
+            raise ModelError(
+                f"token id {tokens[at]} at position {at} is none of the model's {num_known}; "
+                "was the prompt encoded for another model?"
+            )
 
     def _piece_ends(self, start: int, stop: int) -> Iterator[int]:
         while start < stop:

@@ -151,6 +151,17 @@ def test_ids_that_the_model_does_not_have_are_refused_by_place(engine: Any) -> N
         list(engine.prefill([Document(wrong)], fresh_buffer))
 
 
+@pytest.mark.slow
+def test_an_answer_to_such_ids_is_refused_likewise(make_model: MakeDirectory) -> None:
+    from lmcache_cli.integration.errors import AnswerFailed
+    from lmcache_cli.integration.transformers.answering import AnswerRequest, Way, answer_in_fresh_process
+
+    directory = make_model("llama")
+    identity = identify(directory, chunk_tokens=CHUNK).identity.canonical_json().decode()
+    with pytest.raises(AnswerFailed, match="token id 64 at position 1 is none of the model's 64"):
+        answer_in_fresh_process(AnswerRequest(Way.COLD, str(directory), identity, [3, 64], 1, PIECE))
+
+
 SLIDING = {
     "mistral": {"model_type": "mistral", "sliding_window": 6},
     "gemma3": {
