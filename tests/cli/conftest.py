@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -123,6 +124,17 @@ def inside(
 def fake(tmp_path: Path) -> Program:
     """The real command line with one command more, `fake`, that prints, waits and fails as told."""
     return Program([sys.executable, str(FAKE_PROGRAM), "fake"], tmp_path)
+
+
+@pytest.fixture
+def faked(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> Runner:
+    """The same inside the test's own process."""
+    from lmcache_cli.commands import root
+    from tests.cli import fake_program
+
+    monkeypatch.setitem(sys.modules, "lmcache_cli.commands.fake", fake_program.as_module())
+    monkeypatch.setattr(root, "COMMANDS", (*root.COMMANDS, "fake"))
+    return partial(inside, "fake")
 
 
 @pytest.fixture

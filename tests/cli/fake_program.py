@@ -68,9 +68,14 @@ def fake(
         staging.unlink()
 
 
-if __name__ == "__main__":
+def as_module() -> ModuleType:
+    """The module that a command of this name would have."""
     module = ModuleType("lmcache_cli.commands.fake")
     module.fake = fake  # type: ignore[attr-defined]
-    sys.modules["lmcache_cli.commands.fake"] = module
+    return module
+
+
+if __name__ == "__main__":
+    sys.modules["lmcache_cli.commands.fake"] = as_module()
     root.COMMANDS = (*root.COMMANDS, "fake")
     sys.exit(main())

@@ -67,8 +67,8 @@ def test_json_holds_the_exact_name_in_ascii(fake, locale):
     assert found == list(NAMES.values())
 
 
-def test_names_are_printed_literally(fake):
-    lines = fake(*EVERY_NAME).lines[1:]
+def test_names_are_printed_literally(faked):
+    lines = faked(*EVERY_NAME).lines[1:]
     assert [line.split(b"\t")[0].decode() for line in lines] == list(PRINTED.values())
 
 

@@ -23,10 +23,9 @@ PLAIN_SURROUNDINGS = [
 LONG_NAME = "/srv/" + "long-name/" * 20 + "end"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--json",)])
-def test_a_pipe_gets_the_same_whole_lines_everywhere(fake, flags):
-    runs = [fake("--name", LONG_NAME, "--rows", "3", *flags, env=env) for env in PLAIN_SURROUNDINGS]
+def test_a_pipe_gets_the_same_whole_lines_everywhere(faked, flags):
+    runs = [faked("--name", LONG_NAME, "--rows", "3", *flags, env=env) for env in PLAIN_SURROUNDINGS]
     assert {run.code for run in runs} == {0}
     assert len({run.stdout for run in runs}) == 1
     for run in runs:
@@ -35,8 +34,8 @@ def test_a_pipe_gets_the_same_whole_lines_everywhere(fake, flags):
         assert sum(LONG_NAME.encode() in line and b"0" * 63 in line for line in run.lines) == 3
 
 
-def test_a_pipe_gets_fields_separated_by_tabs(fake):
-    assert fake("--rows", "1").lines == [b"name\tsize_bytes\tkey", b"plain\t3145728\t" + b"0" * 64]
+def test_a_pipe_gets_fields_separated_by_tabs(faked):
+    assert faked("--rows", "1").lines == [b"name\tsize_bytes\tkey", b"plain\t3145728\t" + b"0" * 64]
 
 
 def test_empty_environment_works(fake):
@@ -44,22 +43,22 @@ def test_empty_environment_works(fake):
     assert (ran.returncode, ran.stdout) == (0, fake().stdout)
 
 
-def test_every_json_line_has_a_schema_and_counts_agree_with_the_text(fake):
-    ran = fake("--rows", "7", "--json")
+def test_every_json_line_has_a_schema_and_counts_agree_with_the_text(faked):
+    ran = faked("--rows", "7", "--json")
     records = [json.loads(line) for line in ran.lines]
     assert [record["schema"] for record in records] == ["lmcache.fake/1"] * 7 + ["lmcache.summary/1"]
     assert records[-1]["num_rows"] == 7
-    assert b"7 rows printed" in fake("--rows", "7").stderr
+    assert b"7 rows printed" in faked("--rows", "7").stderr
 
 
-def test_talk_stays_off_stdout(fake):
-    ran = fake()
+def test_talk_stays_off_stdout(faked):
+    ran = faked()
     assert b"a note about plain" in ran.stderr
     assert b"note" not in ran.stdout
 
 
-def test_quiet_leaves_out_notes_and_keeps_warnings(fake):
-    ran = fake("--quiet", "--sleep", "0.01")
+def test_quiet_leaves_out_notes_and_keeps_warnings(faked):
+    ran = faked("--quiet", "--sleep", "0.01")
     assert ran.stderr == b"warning: sleeping\n"
 
 
@@ -81,10 +80,10 @@ def test_json_on_a_terminal_is_json(fake):
     assert json.loads(ran.stdout)["schema"] == "lmcache.summary/1"
 
 
-def test_a_bar_is_drawn_on_a_terminal_only(fake):
+def test_a_bar_is_drawn_on_a_terminal_only(fake, faked):
     assert b"\x1b" in fake.on_terminal("--steps", "20").stdout
     for style in ("auto", "bar", "plain", "none"):
-        ran = fake("--steps", "20", "--progress", style)
+        ran = faked("--steps", "5", "--progress", style)
         assert (ran.code, b"\x1b" in ran.stderr, b"faking" in ran.stderr) == (0, False, False)
 
 
@@ -129,5 +128,5 @@ def test_closed_streams_do_not_change_the_exit_code(fake, closed, code):
     assert b"Traceback" not in ran.stderr
 
 
-def test_warnings_of_the_packages_below_are_warnings_of_the_command(fake):
-    assert rb"warning: segment \x1b damaged" in fake("--code", "3", "--quiet").stderr
+def test_warnings_of_the_packages_below_are_warnings_of_the_command(faked):
+    assert rb"warning: segment \x1b damaged" in faked("--code", "3", "--quiet").stderr

@@ -39,6 +39,7 @@ from lmcache_format.geometry import Part, rank_part
 from lmcache_format.identity import AttentionKind
 from lmcache_format.segment import RemoveReason
 from lmcache_format.shard import RAW, build_header, parse_header
+from tests.marks import slow_after
 from tests.store.made_kv import CHUNK_TOKENS, KV_IDENTITY, put_kv, read_kv
 from tests.store.pattern import document, put_document, refs, tiny_identity
 from tests.store.pattern import hit as pattern_hit
@@ -372,7 +373,7 @@ def put_ranks(namespace: Namespace, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("written", "wanted"), [(1, 4), (4, 1), (4, 2), (2, 4), (1, 8), (2, 2)])
-@pytest.mark.parametrize("codec", [None, "bfx"])
+@pytest.mark.parametrize("codec", slow_after(1, ["bfx", None]))
 def test_parts_are_cut_anew_element_by_element(
     tmp_path: Path, target: Store, dst: Path, written: int, wanted: int, codec: str | None
 ) -> None:

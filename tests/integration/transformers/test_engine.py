@@ -17,7 +17,7 @@ from lmcache_format.identity import AttentionKind
 from tests.integration.transformers.conftest import CHUNK, PIECE, MakeDirectory, fresh_buffer
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("transformers")
+pytestmark = [pytest.mark.usefixtures("transformers"), pytest.mark.slow]
 
 
 def tokens_of(count: int, seed: int = 0) -> TokenIds:

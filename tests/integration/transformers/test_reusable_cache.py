@@ -13,7 +13,7 @@ from lmcache_cli.integration.transformers.model_identity import identify
 from tests.integration.transformers.conftest import fresh_buffer
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("transformers")
+pytestmark = [pytest.mark.usefixtures("transformers"), pytest.mark.slow]
 
 
 def tokens_of(count: int) -> TokenIds:

@@ -17,7 +17,7 @@ from lmcache_format.keys import next_key
 from tests.integration.transformers.conftest import CHUNK, MakeDirectory, fresh_buffer
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("transformers")
+pytestmark = [pytest.mark.usefixtures("transformers"), pytest.mark.slow]
 
 DOCUMENT = np.random.default_rng(5).integers(3, 64, size=42).astype(np.uint32)
 
