@@ -17,6 +17,7 @@ from lmcache_cli.backends.fault import Fail, Fault, FaultBackend, FaultScript, F
 from lmcache_cli.backends.local import LocalBackend
 from lmcache_cli.backends.memory import MemoryBackend
 from lmcache_cli.store import NoStore, NoSuchNamespace, Refused, Store, WriterOptions
+from lmcache_cli.store.acceptances import read_acceptances, write_acceptance
 from lmcache_cli.store.chain import Answer, ChainedNamespace, ChainOptions, StoreChain
 from lmcache_cli.store.events import Event
 from lmcache_cli.store.far import FarOptions
@@ -27,6 +28,7 @@ from lmcache_cli.store.reading import Fault as Kind
 from lmcache_cli.store.reading import read_header
 from lmcache_cli.store.sweep import sweep
 from lmcache_cli.store.verify import verify
+from lmcache_format.acceptance import Acceptance
 from lmcache_format.encodings import get_encoding, resolve_encoding
 from lmcache_format.geometry import rank_part
 from lmcache_format.segment import RemoveReason
@@ -445,6 +447,33 @@ def test_what_cannot_be_is_refused_at_the_start(world: World, tmp_path: Path) ->
             chain.namespace(KV_IDENTITY, missing_ok=False)
         with chain.namespace(KV_IDENTITY) as empty:
             assert empty.match(TOKENS).num_tokens == 0
+
+
+def test_headers_are_asked_of_the_store_that_has_the_chunk_and_have_a_deadline(archived: World) -> None:
+    with archived.near.namespace(KV_IDENTITY, create=True, writer=WriterOptions(producer={"engine": "near"})) as near:
+        put_kv(near, TOKENS[:CHUNK_TOKENS])
+    with archived.chain(timeout_s=0.3) as chain, chain.namespace(KV_IDENTITY) as namespace:
+        chunks = namespace.match(TOKENS).chunks()
+        shards = [(chunk, entry) for chunk in chunks for entry in namespace.shards(chunk.key)]
+        engines = [None if meta is None else meta.producer["engine"] for meta in namespace.headers(shards)]
+        assert engines == ["near", *["made"] * NUM_CHUNKS]
+        go_on = threading.Event()
+        archived.break_far(Fault("open_read", Hold(threading.Event(), go_on)))
+        started = time.monotonic()
+        assert [meta is None for meta in namespace.headers(shards)] == [False, *[True] * NUM_CHUNKS]
+        assert time.monotonic() - started < 5
+        go_on.set()
+
+
+def test_what_probes_found_of_the_engines_behind_comes_along(archived: World) -> None:
+    found = Acceptance(KV_IDENTITY.fingerprint, {"engine": "made"}, {"engine": "other"}, True, 0.001, 0.999, 64, 1)
+    write_acceptance(archived.memory, found)
+    with archived.chain(promotion=PromotionOptions(is_on=False)) as chain:
+        chain.namespace(KV_IDENTITY).close()
+    assert read_acceptances(archived.near.backend, KV_IDENTITY.fingerprint, archived.near.events) == []
+    with archived.chain() as chain:
+        chain.namespace(KV_IDENTITY).close()
+    assert read_acceptances(archived.near.backend, KV_IDENTITY.fingerprint, archived.near.events) == [found]
 
 
 # ---- promotion -------------------------------------------------------------------------------------------------------
