@@ -15,6 +15,7 @@ from lmcache_cli.commands.explaining import explain_miss
 from lmcache_cli.errors import DamageFound, Refused, TooNew
 from lmcache_cli.exit_codes import ExitCode
 from lmcache_cli.rendering import fields_of, utc_time
+from lmcache_cli.settings import without_credentials
 
 if TYPE_CHECKING:
     from lmcache_cli.store import Namespace, Store
@@ -100,6 +101,8 @@ def inspect(
 
 
 def _no_shard_file(target: str) -> Refused:
+    if "://" in target:
+        return Refused(f"{without_credentials(target)}: expected a shard file, found a URL", "for a store: --store URL")
     if Path(target).is_dir():
         return Refused(f"{target}: expected a shard file, found a directory", f"for a store: --store {target}")
     return Refused(f"{target}: there is no such file", "name a file, or the start of a fingerprint or a key")

@@ -254,6 +254,11 @@ def test_exit_code(inside, made_store, situation, command, flags):
             b"expected a directory, found another kind of file\n  next: look",
         ),
         (("init", "--store", "a store/store.000001.json/x"), 1, b"found a file on the way to it\n  next: look at what"),
+        (
+            ("inspect", "s3://user:secret@b/kv"),
+            2,
+            b"s3://***@b/kv: expected a shard file, found a URL\n  next: for a store",
+        ),
         (("inspect", "gone.safetensors"), 2, b"gone.safetensors: there is no such file"),
         (("inspect", "./a store"), 2, b"found a directory\n  next: for a store: --store ./a store"),
         (("inspect", "", "--store", "a store"), 2, b"expected a file, a fingerprint or a key, found ''"),
