@@ -48,26 +48,33 @@ class _Bench:
 
     def saving(self, repeat: int, tokens: str) -> Iterator[Row]:
         """Nothing to load, everything to save."""
-        plain, saving = self._start("plain", None), self._start("saving", self._store("kv", create_store=True))
-        cold, own = _take_turns([plain, saving], repeat)
-        yield row(BENCH, f"cold, no connector, {tokens}", cold, "s")
-        yield row(BENCH, f"cold, connector saves, {tokens}", own, "s", limit=cold.median, at_most=1.05)
+        yield from self._cold(repeat, tokens, "saves", 1.05, self._store("kv", create_store=True))
 
     def idle(self, repeat: int, tokens: str) -> Iterator[Row]:
         """Nothing to load, nothing saved."""
-        plain = self._start("plain", None)
-        idle = self._start("idle", self._store("none", create_store=True, save=False))
-        cold, own = _take_turns([plain, idle], repeat)
-        yield row(BENCH, f"cold, no connector, {tokens}, beside an idle one", cold, "s")
-        yield row(BENCH, f"cold, connector has nothing to do, {tokens}", own, "s", limit=cold.median, at_most=1.01)
+        given = self._store("none", create_store=True, save=False)
+        yield from self._cold(repeat, tokens, "has nothing to do", 1.01, given)
+
+    def _cold(self, repeat: int, tokens: str, what: str, bar: float, connector: dict[str, Any]) -> Iterator[Row]:
+        """Beside two engines without a connector, which differ as engines do that are alike: by where their memory
+        happens to lie, a per cent or two."""
+        engines = self._start(first=None, second=None, connected=connector)
+        one, other, own = _take_turns(engines, repeat)
+        plain = Sample.of([*one, *other])
+        yield row(BENCH, f"cold, no connector, {tokens}, beside one that {what}", plain, "s")
+        apart = Sample.of(other).median / Sample.of(one).median
+        note = f"the two without are {max(apart, 1 / apart):.3f} apart"
+        yield row(
+            BENCH, f"cold, connector {what}, {tokens}", Sample.of(own), "s", limit=plain.median, at_most=bar, note=note
+        )
 
     def hit(self, repeat: int, tokens: str) -> Iterator[Row]:
         """A fresh process loads what another one has saved; beside it, an engine with what is in its own memory."""
-        saving = self._start("saving", self._store("kv", create_store=True))
+        (saving,) = self._start(saving=self._store("kv", create_store=True))
         for number in range(repeat):
             saving.ask(number)
         saving.stop()
-        plain, hitting = self._start("plain", None), self._start("hit", self._store("kv", save=False))
+        plain, hitting = self._start(plain=None, hit=self._store("kv", save=False))
         first, again, cold, cached = [], [], [], []
         for number in range(repeat):
             first.append(hitting.ask(number, reset=True))
@@ -85,44 +92,56 @@ class _Bench:
     def _store(self, name: str, **options: Any) -> dict[str, Any]:
         return {"store": str(self._place / name), **options}
 
-    def _start(self, name: str, connector: dict[str, Any] | None) -> _Engine:
-        engine = _Engine(self._model, self._prompts, connector, self._threads, self._place / name)
-        self._engines.callback(engine.stop)
+    def _start(self, **connectors: dict[str, Any] | None) -> list[_Engine]:
+        """Engines, all at once, each warm after two short prompts."""
+        engines = []
+        for name, connector in connectors.items():
+            engines.append(_Engine(self._model, self._prompts, connector, self._threads, self._place / name))
+            self._engines.callback(engines[-1].stop)
+        for engine in engines:
+            engine.wait_ready()
         for warm_up in (-2, -1):
-            engine.ask(len(self._prompts) + warm_up)
-        return engine
+            for engine in engines:
+                engine.ask(len(self._prompts) + warm_up)
+        return engines
 
 
-def _take_turns(engines: list[_Engine], repeat: int) -> list[Sample]:
-    """Every prompt once by every engine, in turn, and the other way round every second time: drift hits all alike."""
+def _take_turns(engines: list[_Engine], repeat: int) -> list[list[float]]:
+    """Seconds of every prompt by every engine, each time in another order: drift hits all alike."""
     seconds: list[list[float]] = [[] for _ in engines]
     for number in range(repeat):
-        order = range(len(engines)) if number % 2 == 0 else reversed(range(len(engines)))
-        for which in order:
+        for turn in range(len(engines)):
+            which = (number + turn) % len(engines)
             seconds[which].append(engines[which].ask(number))
-    return [Sample.of(values) for values in seconds]
+    return seconds
 
 
 class _Engine:
     """An engine in a process that answers one prompt after the other."""
 
     def __init__(
-        self, model: str, prompts: list[list[int]], connector: dict[str, Any] | None, threads: int, answers: Path
+        self, model: str, prompts: list[list[int]], connector: dict[str, Any] | None, threads: int, place: Path
     ) -> None:
-        os.mkfifo(answers)
         spec = {"model": model, "connector": connector, "prompts": prompts, "stays": True}
-        given = answers.with_suffix(".json")
+        given = place.with_suffix(".json")
         given.write_text(json.dumps(spec))
-        with answers.with_suffix(".log").open("wb") as log:
+        self._log = place.with_suffix(".log")
+        answers, out = os.pipe()
+        with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, SERVE, f"@{given}", answers],
+                [sys.executable, SERVE, f"@{given}", f"/dev/fd/{out}"],
+                pass_fds=[out],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 text=True,
                 env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, range(threads)))},
             )
-        self._answers: IO[str] = answers.open()
+        os.close(out)
+        self._answers: IO[str] = os.fdopen(answers)
+
+    def wait_ready(self) -> None:
+        """Wait until it has started."""
         self._hear()
 
     def ask(self, number: int, *, reset: bool = False) -> float:
@@ -143,7 +162,5 @@ class _Engine:
     def _hear(self) -> Any:
         line = self._answers.readline()
         if not line:
-            raise RuntimeError(
-                f"the engine has ended: {self._process.wait(60)}; see the log beside {self._answers.name}"
-            )
+            raise RuntimeError(f"the engine ended with {self._process.wait(60)}: {self._log.read_text()[-2000:]}")
         return json.loads(line)

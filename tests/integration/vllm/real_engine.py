@@ -62,7 +62,9 @@ def open_url(url: str) -> FaultBackend:
     return FaultBackend(LocalBackend(url.removeprefix(f"{SCHEME}://")), SCRIPT)
 
 
-registry.SCHEMES = {**registry.SCHEMES, SCHEME: registry.Scheme(__name__)}
+def allow_faults() -> None:
+    """Let this process open such URLs."""
+    registry.SCHEMES = {**registry.SCHEMES, SCHEME: registry.Scheme(__name__)}
 
 
 @dataclass(frozen=True)
@@ -119,13 +121,12 @@ class Engine:
 
         return get_kv_transfer_group().worker  # type: ignore[attr-defined]
 
-    def ask(self, *prompts: Sequence[int], max_tokens: int = 4, salt: str | None = None) -> list[Answer]:
+    def ask(self, *prompts: Sequence[int], max_tokens: int = 4) -> list[Answer]:
         """All prompts at once, greedily; everything to be saved is written after."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-        extra = {"cache_salt": salt} if salt else {}
-        given: list[Any] = [{"prompt_token_ids": list(prompt), **extra} for prompt in prompts]
+        given: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = self.llm.generate(given, sampling, use_tqdm=False)
         self.settle()
         return [

@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_cli.backends.fault import Delay, Fail, Fault, unavailable
+from tests.integration.vllm.archive_scenario import archive
 from tests.integration.vllm.real_engine import (
     CHUNK,
     SCRIPT,
     SETTINGS,
     Engine,
+    allow_faults,
     chunks_of,
     compared,
     engine,
@@ -290,7 +292,8 @@ def _events(subscriber: Any) -> list[dict[str, Any]]:
 
 def main(names: list[str], model: str, place: Path) -> None:
     """Each scenario in a directory of its own; what comes of it in `NAME.json`, or why nothing did in `NAME.failed`."""
-    known = {"faults": faults, "pressure": pressure, "services": services, "ranks": ranks}
+    allow_faults()
+    known = {"faults": faults, "pressure": pressure, "services": services, "ranks": ranks, "archive": archive}
     for name in names:
         own = place / name
         own.mkdir()
