@@ -7,14 +7,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from _bench import ROOT, Row, row
-from _bench_store import Filled, against, big_identity, rounds, small_identity
+from _bench import ROOT, Row, Sample, row
+from _bench_store import Filled, against, big_identity, small_identity
 
 sys.path.insert(0, str(ROOT))
 
@@ -69,7 +70,7 @@ def _upload(directory: Path, repeat: int) -> Iterator[Row]:
 
 def _upload_row(case: str, filled: Filled, bucket: servers.Bucket, repeat: int) -> Row:
     variants = {f"s3fs {kind}": _bare_upload(filled, bucket, config) for kind, config in _configs().items()}
-    samples = rounds({**variants, "ours": _migration(filled, bucket)}, repeat)
+    samples = _rounds({**variants, "ours": _migration(filled, bucket)}, repeat)
     gigabytes = sum(path.stat().st_size for path in filled.files) / 1e9
     return replace(against(case, samples, gigabytes, 0.80, f"{CONCURRENCY} at once"), bench=BENCH)
 
@@ -78,36 +79,56 @@ def _configs() -> dict[str, dict[str, str]]:
     return {"as it comes": {}, "without checksums": _LEAN}
 
 
-def _bare_upload(filled: Filled, bucket: servers.Bucket, config: dict[str, str]) -> Callable[[], object]:
+Work = Callable[[], object]
+Prepare = Callable[[], Work]
+
+
+def _rounds(variants: dict[str, Prepare], repeat: int) -> dict[str, Sample]:
+    """Seconds of what every variant prepares, another one first in each round, on a disk that has nothing to write."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    names = list(variants)
+    for turn in range(repeat + 1):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            work = variants[name]()
+            os.sync()
+            start = time.perf_counter()
+            work()
+            if turn:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: Sample.of(values) for name, values in seconds.items()}
+
+
+def _bare_upload(filled: Filled, bucket: servers.Bucket, config: dict[str, str]) -> Prepare:
     """All files by one call of s3fs, which neither looks what is there nor checks anything."""
     import s3fs
 
     files = s3fs.S3FileSystem(endpoint_url=bucket.server.endpoint, config_kwargs=config, skip_instance_cache=True)
-    turn = count()
+    sources, turn = [str(path) for path in filled.files], count()
 
-    def work() -> None:
+    def prepare() -> Work:
         place = f"{bucket.name}/bare-{id(files)}-{next(turn)}"
-        files.put(
-            [str(path) for path in filled.files],
-            [f"{place}/{path.name}" for path in filled.files],
-            batch_size=CONCURRENCY,
-        )
+        targets = [f"{place}/{path.name}" for path in filled.files]
+        return lambda: files.put(sources, targets, batch_size=CONCURRENCY)
 
-    return work
+    return prepare
 
 
-def _migration(filled: Filled, bucket: servers.Bucket) -> Callable[[], object]:
-    """Into an empty store, planned and carried out."""
+def _migration(filled: Filled, bucket: servers.Bucket) -> Prepare:
+    """Into an empty store that is open, planned and carried out."""
     turn = count()
 
-    def work() -> None:
-        with Store.create(bucket.url(f"store-{next(turn)}")) as target:
+    def prepare() -> Work:
+        target = Store.create(bucket.url(f"store-{next(turn)}"))
+
+        def work() -> None:
             plan = plan_migrate(filled.store, target, MigrateOptions(concurrency=CONCURRENCY))
             result = apply_migrate(filled.store, target, plan)
             assert result.is_whole, result
             assert result.num_copied == filled.count, result
 
-    return work
+        return work
+
+    return prepare
 
 
 # The kernel's own high-water mark: ru_maxrss of a child starts with what its parent had in memory.

@@ -50,6 +50,8 @@ class Capabilities:
     """Durability.DATA and FULL are kept; objects outlive the process."""
     shared: bool
     """Other processes see the same objects."""
+    confirmed_put: bool = False
+    """put returns what the service says of the object once it is there, compared with what was sent."""
 
 
 @dataclass(frozen=True, slots=True)

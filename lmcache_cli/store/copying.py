@@ -255,7 +255,7 @@ def _standing(published: Published, wanted: ShardHeader) -> Copied:
 
 
 def _compare(backend: Backend, name: ShardName, shard: WholeShard, published: Published) -> int | None:
-    info = backend.stat(name.path)
+    info = published.info if backend.capabilities.confirmed_put else backend.stat(name.path)
     if info is None:
         raise NotAsWritten(f"{name.path} is not there after it was put")
     if info.size_bytes != shard.header.file_bytes:

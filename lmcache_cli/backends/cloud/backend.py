@@ -79,6 +79,7 @@ class CloudBackend:
             object_crc32c=self.service.lists_crc32c,
             durable=True,
             shared=True,
+            confirmed_put=True,
         )
 
     def read(self, name: str, *, offset: int = 0, length: int | None = None) -> bytes:
