@@ -28,7 +28,7 @@ NOISE = 1e-4
 def place(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where all scenarios have told what came of them: one process, since the first engine of each takes long."""
     place = tmp_path_factory.mktemp("scenarios")
-    names = "faults,pressure,services,ranks"
+    names = "faults,pressure,services,ranks,archive"
     command = [sys.executable, "-m", "tests.integration.vllm.scenarios", names, str(model_dir), str(place)]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, stdin=subprocess.DEVNULL
@@ -199,3 +199,22 @@ def test_both_cuts_lie_side_by_side_in_one_store(ranks: Any):
     assert [tokens for tokens, _ in ranks["stored"]] == [4 * CHUNK, 3 * CHUNK]
     assert max(error for _, error in ranks["stored"]) < NOISE
     assert ranks["damaged"] == 0
+
+
+# ---- an archive behind the store -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_an_archive_answers_and_is_asked_once(place: Path, mode: str):
+    """Three chunks each of three prompts lie in the archive alone; what it fails to give is computed, and kept here."""
+    found = told(place, "archive")
+    case = found[mode]
+    for asked, control in zip((case["moved"], case["failing"], case["hanging"]), found["control"], strict=True):
+        assert [answer["tokens"] for answer in asked] == [control, control]
+        assert {answer["finish"] for answer in asked} == {"length"}
+    assert [answer["cached"] for answer in case["moved"]] == [3 * CHUNK, 3 * CHUNK]
+    for asked in (case["failing"], case["hanging"]):
+        assert [answer["cached"] for answer in asked] == [0, 3 * CHUNK]
+    assert {answer["far_read"] for asked in ("moved", "failing", "hanging") for answer in case[asked]} == {3}
+    assert case["chunks"] == found["archived"] == [3, 3, 3]
+    assert (found["left"], case["damaged"]) == (0, 0)
