@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmcache_format.dtypes import Dtype
-from lmcache_format.encodings.frame import STORED, Frame, check_streams, pack_frame, pack_stored, parse_frame
-from lmcache_format.encodings.huffman import compress_many, decompress_many
-from lmcache_format.encodings.protocol import Encoding, Parameters
+from lmcache_format.encodings.frame import STORED, Coded, Frame, check_streams, pack_frame, pack_stored, parse_frame
+from lmcache_format.encodings.huffman import decompress_into
+from lmcache_format.encodings.protocol import Encoding, Parameters, equal_parts
 from lmcache_format.encodings.scratch import scratch
 from lmcache_format.geometry import TensorSpec
 
@@ -49,14 +49,11 @@ class Bfx(Encoding):
         self, data: Array8, group: Sequence[TensorSpec], start_pos: int, into: Array8
     ) -> Iterator[Array8]:
         spec = group[0]
-        raws = np.split(data, len(group))
+        raws = equal_parts(data, len(group))
         splits = _split_group(data, group) if spec.dtype in _SPLIT else None
         for index, (each, raw) in enumerate(zip(group, raws, strict=True)):
-            streams = splits[index] if splits else (raw,)
-            if sum(stream.size for stream in streams) < spec.nbytes:
-                one = pack_frame(MAGIC, each, streams, into)
-            else:
-                one = pack_stored(MAGIC, each, raw, into)
+            split = pack_frame(MAGIC, each, splits[index], into) if splits else None
+            one = pack_stored(MAGIC, each, raw, into) if split is None else split
             into = into[one.size :]
             yield one
 
@@ -76,16 +73,16 @@ class Bfx(Encoding):
                 out[index * spec.nbytes : (index + 1) * spec.nbytes] = frame.streams[0]
 
 
-def _split_group(data: Array8, group: Sequence[TensorSpec]) -> list[tuple[Array8, Array8, Array8]]:
-    """Level, distance (a zstd frame) and low plane of every tensor."""
+def _split_group(data: Array8, group: Sequence[TensorSpec]) -> list[tuple[Array8, Coded, Array8]]:
+    """Level, distance and low plane of every tensor, in scratch memory."""
     spec, count = group[0], len(group)
     tokens, dim = spec.shape[-2:]
     elements = count * spec.num_slabs * tokens * dim
     distance, low = scratch("distance", elements, np.uint8), scratch("low", elements, np.uint8)
     shape = (count * spec.num_slabs, tokens, dim)
     level = _SPLIT[spec.dtype](data.view(np.uint16), distance, low, shape)
-    frames = compress_many(np.split(distance, count))
-    return list(zip(np.split(level, count), frames, np.split(low, count), strict=True))
+    distances = map(Coded, equal_parts(distance, count))
+    return list(zip(equal_parts(level, count), distances, equal_parts(low, count), strict=True))
 
 
 def _join_group(frames: Sequence[Frame], group: Sequence[TensorSpec], out: Array8, places: Sequence[int]) -> None:
@@ -93,10 +90,9 @@ def _join_group(frames: Sequence[Frame], group: Sequence[TensorSpec], out: Array
     spec, count = group[0], len(group)
     tokens, dim = spec.shape[-2:]
     elements = spec.num_slabs * tokens * dim
-    distances = decompress_many([frame.streams[1] for frame in frames], [elements] * count, spec.name)
     distance, low = scratch("distance", count * elements, np.uint8), scratch("low16", count * elements, np.int16)
-    for index, (frame, content) in enumerate(zip(frames, distances, strict=True)):
-        distance[index * elements : (index + 1) * elements] = content
+    for index, frame in enumerate(frames):
+        decompress_into(frame.streams[1], distance[index * elements : (index + 1) * elements], group[index].name)
         low[index * elements : (index + 1) * elements] = frame.streams[2].view(np.int8)
     shape = (count * spec.num_slabs, tokens, dim)
     level = np.concatenate([frame.streams[0] for frame in frames]).reshape(shape[0], dim)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lmcache_format.encodings.huffman import compress_into
 from lmcache_format.encodings.protocol import Bytes, bytes_of
 from lmcache_format.errors import EncodingError
 from lmcache_format.geometry import TensorSpec
@@ -43,30 +44,59 @@ class Frame:
     streams: tuple[NDArray[np.uint8], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """A stream, not empty, that is to be Huffman-coded as it is written."""
+
+    data: NDArray[np.uint8]
+
+
 def pack_frame(
     magic: bytes,
     spec: TensorSpec,
-    streams: Sequence[NDArray[np.uint8]],
+    streams: Sequence[NDArray[np.uint8] | Coded],
     into: NDArray[np.uint8],
     *,
     flags: int = 0,
     sink_tokens: int = 0,
-) -> NDArray[np.uint8]:
-    """Write prefix and streams to the start of `into`; returns the part of `into` that they fill."""
-    sizes = [stream.size for stream in streams] + [0] * (NUM_STREAMS - len(streams))
-    if max(sizes) > MAX_STREAM_BYTES:
-        raise EncodingError("tensor is too large to encode", where=spec.name, expected="under 4 GiB", found=max(sizes))
-    PREFIX.pack_into(into.data, 0, magic, flags, sink_tokens, 0, spec.nbytes, *sizes)
+) -> NDArray[np.uint8] | None:
+    """Write prefix and streams to the start of `into`; returns the part of it that they fill.
+
+    None where the streams would not be shorter than the tensor: `into` is undefined then.
+    """
+    room = spec.nbytes - 1 - sum(0 if isinstance(stream, Coded) else stream.size for stream in streams)
+    sizes = [0] * NUM_STREAMS
     begin = PREFIX.size
-    for stream in streams:
-        into[begin : begin + stream.size] = stream
-        begin += stream.size
+    for index, stream in enumerate(streams):
+        if room < 0:
+            return None
+        if isinstance(stream, Coded):
+            coded = compress_into(stream.data, into[begin : begin + room])
+            if coded is None:
+                return None
+            sizes[index] = coded.size
+            room -= coded.size
+        else:
+            sizes[index] = stream.size
+            into[begin : begin + stream.size] = stream
+        begin += sizes[index]
+    _pack_prefix(magic, spec, sizes, into, flags, sink_tokens)
     return into[:begin]
 
 
 def pack_stored(magic: bytes, spec: TensorSpec, raw: NDArray[np.uint8], into: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Write a frame that holds the tensor as it was; returns the part of `into` that it fills."""
-    return pack_frame(magic, spec, (raw,), into, flags=STORED)
+    _pack_prefix(magic, spec, [raw.size, 0, 0, 0], into, STORED, 0)
+    into[PREFIX.size : PREFIX.size + raw.size] = raw
+    return into[: PREFIX.size + raw.size]
+
+
+def _pack_prefix(
+    magic: bytes, spec: TensorSpec, sizes: Sequence[int], into: NDArray[np.uint8], flags: int, sink_tokens: int
+) -> None:
+    if max(sizes) > MAX_STREAM_BYTES:
+        raise EncodingError("tensor is too large to encode", where=spec.name, expected="under 4 GiB", found=max(sizes))
+    PREFIX.pack_into(into.data, 0, magic, flags, sink_tokens, 0, spec.nbytes, *sizes)
 
 
 def parse_frame(

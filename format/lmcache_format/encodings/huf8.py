@@ -8,9 +8,9 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lmcache_format.encodings.frame import STORED, check_streams, pack_frame, pack_stored, parse_frame
-from lmcache_format.encodings.huffman import compress_many, decompress_many
-from lmcache_format.encodings.protocol import Encoding, Parameters
+from lmcache_format.encodings.frame import STORED, Coded, check_streams, pack_frame, pack_stored, parse_frame
+from lmcache_format.encodings.huffman import decompress_into
+from lmcache_format.encodings.protocol import Encoding, Parameters, equal_parts
 from lmcache_format.geometry import TensorSpec
 
 MAGIC = b"huf1"
@@ -28,27 +28,23 @@ class Huf8(Encoding):
     def _encode_group(
         self, data: NDArray[np.uint8], group: Sequence[TensorSpec], start_pos: int, into: NDArray[np.uint8]
     ) -> Iterator[NDArray[np.uint8]]:
-        raws = np.split(data, len(group))
-        streams = compress_many(raws) if group[0].dtype.itemsize == 1 else raws
-        for spec, raw, stream in zip(group, raws, streams, strict=True):
-            if stream.size < spec.nbytes:
-                one = pack_frame(MAGIC, spec, (stream,), into)
-            else:
-                one = pack_stored(MAGIC, spec, raw, into)
+        for spec, raw in zip(group, equal_parts(data, len(group)), strict=True):
+            coded = pack_frame(MAGIC, spec, (Coded(raw),), into) if spec.dtype.itemsize == 1 else None
+            one = pack_stored(MAGIC, spec, raw, into) if coded is None else coded
             into = into[one.size :]
             yield one
 
     def _decode_group(
         self, stored: Sequence[NDArray[np.uint8]], group: Sequence[TensorSpec], out: NDArray[np.uint8]
     ) -> None:
-        spec = group[0]
-        frames = [parse_frame(one, MAGIC, each) for one, each in zip(stored, group, strict=True)]
-        for frame, each in zip(frames, group, strict=True):
-            check_streams(frame, (None if spec.dtype.itemsize == 1 or frame.flags == STORED else 0,), each)
-        coded = [frame.streams[0] for frame in frames if frame.flags != STORED]
-        decoded = iter(decompress_many(coded, [spec.nbytes] * len(coded), spec.name))
-        for frame, target in zip(frames, np.split(out, len(group)), strict=True):
-            np.copyto(target, frame.streams[0] if frame.flags == STORED else next(decoded))
+        for one, spec, target in zip(stored, group, equal_parts(out, len(group)), strict=True):
+            frame = parse_frame(one, MAGIC, spec)
+            is_stored = frame.flags == STORED
+            check_streams(frame, (None if is_stored or spec.dtype.itemsize == 1 else 0,), spec)
+            if is_stored:
+                np.copyto(target, frame.streams[0])
+            else:
+                decompress_into(frame.streams[0], target, spec.name)
 
 
 ENCODINGS = (Huf8(),)

