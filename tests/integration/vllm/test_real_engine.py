@@ -115,33 +115,56 @@ def test_a_fresh_process_answers_as_vllms_own_prefix_cache_does(
     assert again < cold / 10
 
 
-def test_a_store_warmed_with_transformers_serves_vllm(
-    serve: Serve, stored: dict[str, Any], control: dict[str, Any], root: Path, model_dir: Path, tmp_path: Path
+@pytest.fixture
+def warm(model_dir: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Warm a new store with a prompt, and a second one that ends within a chunk; the JSON it printed."""
+    prompts = {"middle": MIDDLE, "short": SHORT}
+    lines = [json.dumps({"name": name, "tokens": tokens}) for name, tokens in prompts.items()]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    Store.create(str(tmp_path / "warmed")).close()
+
+    def run(*more: str) -> list[dict[str, Any]]:
+        command = [sys.executable, "-m", "lmcache_cli", "warm", "--store", str(tmp_path / "warmed"), "--json", *more]
+        command += ["--model", str(model_dir), "--prompts", str(tmp_path / "prompts.jsonl")]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    return run
+
+
+def test_a_store_warmed_with_transformers_serves_vllm_once_a_probe_has_compared_them(
+    serve: Serve, control: dict[str, Any], tmp_path: Path, warm: Callable[..., list[dict[str, Any]]]
 ):
-    other = tmp_path / "warmed"
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"name": "middle", "tokens": MIDDLE}) + "\n")
-    warm = [sys.executable, "-m", "lmcache_cli", "warm", "--store", str(other), "--model", str(model_dir)]
-    subprocess.run(
-        [sys.executable, "-m", "lmcache_cli", "init", "--store", str(other)], check=True, stdin=subprocess.DEVNULL
-    )
-    done = subprocess.run(
-        [*warm, "--prompts", str(prompts)],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    probe, summary = warm("--probe-engine", "vllm")
+    sys.stderr.write(f"\nprobe: {probe}\n")
+    assert probe["schema"] == "lmcache.probe/1"
+    assert (probe["passed"], probe["num_tokens"]) == (True, 512)
+    assert (probe["producer"]["engine"], probe["consumer"]["engine"]) == ("transformers", "vllm")
+    assert 0.001 < probe["relative_l2"] < 0.03
+    assert 0.99 < probe["cosine"] < 1
+    assert summary["num_complete"] == 2
+    hit = serve({"store": str(tmp_path / "warmed"), "save": False}, [([1], TEXT_TOKENS)], engine={"block_size": 256})
+    assert cached(hit, [0])[0] >= 768
+    assert answers(hit, [0])[0][:1] == answers(control, [4])[0][:1]
+
+
+def test_a_store_warmed_with_vllm_holds_what_it_computes_while_it_serves(
+    stored: dict[str, Any], root: Path, model_dir: Path, tmp_path: Path, warm: Callable[..., list[dict[str, Any]]]
+):
+    (summary,) = warm("--engine", "vllm")
+    assert (summary["num_complete"], summary["tokens_computed"]) == (2, len(MIDDLE) + len(SHORT))
+    assert (summary["shards_before"], summary["shards_after"]) == (0, 6)  # two tails among them
     identity = identify(model_dir).identity
-    with Store.open(str(other)) as theirs, Store.open(str(root)) as ours:
-        with theirs.namespace(identity) as warmed, ours.namespace(identity) as served:
+    with Store.open(str(tmp_path / "warmed")) as ours, Store.open(str(root)) as theirs:
+        with ours.namespace(identity) as warmed, theirs.namespace(identity) as served:
+            assert [warmed.match(prompt).num_tokens for prompt in (MIDDLE, SHORT)] == [len(MIDDLE), len(SHORT)]
             for error, cosine in compare(warmed, served, identity, MIDDLE[:512]):
                 assert error < 0.03
                 assert cosine > 0.99
-    hit = serve({"store": str(other), "save": False}, [([1], TEXT_TOKENS)], engine={"block_size": 256})
-    assert cached(hit, [0])[0] >= 768
-    assert answers(hit, [0])[0][:1] == answers(control, [4])[0][:1]
+    (again,) = warm("--engine", "vllm")
+    assert (again["tokens_computed"], again["tokens_present"]) == (0, len(MIDDLE) + len(SHORT))
 
 
 def test_damage_and_prompts_in_pieces_poison_nothing(

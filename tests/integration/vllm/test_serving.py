@@ -156,3 +156,24 @@ def test_a_restarted_server_finds_what_was_saved_before_it_was_killed(model_dir:
         assert server.metric("vllm:external_prefix_cache_hits_total") >= 1024
         assert server.metric("vllm:lmcache_store_tokens_loaded_total") >= 1024
         assert server.metric("vllm:lmcache_store_load_failed_total") == 0
+        check_warming(server, model_dir, root, tmp_path)
+
+
+def check_warming(server: Server, model_dir: Path, root: Path, folder: Path) -> None:
+    """`warm --server` has the server compute a text and a chat, and finds their full chunks in its store."""
+    chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "What was asked before?"}]
+    lines = [{"name": "chat", "messages": chat}, {"name": "text", "prompt": "Once upon a time. " * 120}]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    command = [sys.executable, "-m", "lmcache_cli", "warm", "--store", str(root), "--model", str(model_dir), "--json"]
+    command += ["--prompts", str(folder / "prompts.jsonl"), "--server", server.url]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert (summary["num_complete"], summary["num_failed"]) == (2, 0)
+    assert summary["tokens_present"] >= 1024  # the chat begins as those before
+    assert summary["shards_after"] - summary["shards_before"] == summary["chunks_stored"] >= 2
+    again = json.loads(
+        subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300).stdout
+    )
+    assert (again["exit_code"], again["tokens_computed"], again["chunks_stored"]) == (0, 0, 0)
+    assert server.metric("vllm:lmcache_store_load_failed_total") == 0
