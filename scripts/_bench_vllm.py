@@ -56,8 +56,7 @@ class _Bench:
         yield from self._cold(repeat, tokens, "has nothing to do", 1.01, given)
 
     def _cold(self, repeat: int, tokens: str, what: str, bar: float, connector: dict[str, Any]) -> Iterator[Row]:
-        """Beside two engines without a connector, which differ as engines do that are alike: by where their memory
-        happens to lie, a per cent or two."""
+        """Beside two engines without a connector: how far apart they are says what a ratio is worth."""
         engines = self._start(first=None, second=None, connected=connector)
         one, other, own = _take_turns(engines, repeat)
         plain = Sample.of([*one, *other])
