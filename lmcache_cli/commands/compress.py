@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lmcache_cli.commands.command import Session, command
+from lmcache_cli.commands.evaluation import EvaluationOptions, refuse_stray, run_evaluation
 from lmcache_cli.commands.quantity_options import size_bytes
 from lmcache_cli.commands.shard_options import Filters, MaxDuration, OlderThan, UnusedFor, encoding_of, selection_of
 from lmcache_cli.exit_codes import ExitCode
@@ -32,11 +33,13 @@ SUMMARY = (
         "lmcache compress --store /srv/kv --unused-for 1d --max-duration 2h -q --json",
         "lmcache compress --store /srv/kv --codec raw --filter model=org/*",
         "lmcache compress --store /srv/kv --codec uq --lossy --unused-for 30d",
+        "lmcache compress --evaluate --model ./SmolLM2 --documents handbook.txt faq.txt",
     ),
     exit_codes=(ExitCode.DAMAGE, ExitCode.NO_STORE, ExitCode.TOO_NEW),
 )
 def compress(
     session: Session,
+    evaluation: EvaluationOptions,
     codec: Annotated[
         str | None,
         typer.Option(
@@ -82,7 +85,14 @@ def compress(
 
     A lossy codec must be named, and allowed with --lossy. Its shards lie beside the exact ones, which stay unless
     --remove-source is given: then readers that do not allow lossy encodings have to compute those chunks again.
+
+    With --evaluate nothing is read from a store or written to one. The model reads each prompt but its last tokens, the
+    KV goes through each codec, or the one of --codec, and the last tokens are scored on top of it: KL divergence from
+    the same KV kept in memory, how many likeliest tokens stay the same, and the change of perplexity.
     """
+    if evaluation.evaluate:
+        return run_evaluation(session, evaluation, encoding_of(codec))
+    refuse_stray(evaluation)
     from lmcache_cli.store import Store
     from lmcache_cli.store.compress import CompressOptions, plan_compress
 

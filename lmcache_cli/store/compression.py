@@ -18,6 +18,7 @@ from lmcache_format.superblock import Operation
 
 from .checking import Health, check_shard
 from .chunk_table import Bools
+from .clocks import looked_at_ms
 from .codec_choice import choose_encoding
 from .errors import Refused
 from .index import Index
@@ -192,7 +193,7 @@ def plan_compress(store: Store, options: CompressOptions = CompressOptions()) ->
             next_step="say that this is meant with --lossy, or choose a lossless codec",
         )
     plan = CompressPlan(options)
-    now_ms = store.backend.now_ms()
+    now_ms = looked_at_ms(store.backend)
     for fingerprint in chosen_namespaces(store, None):
         if not options.selection.has_namespace(fingerprint):
             continue

@@ -11,6 +11,7 @@ from lmcache_format.geometry import Part
 from lmcache_format.identity import Fingerprint
 from lmcache_format.names import ShardName, chunks_directory
 
+from .clocks import looked_at_ms
 from .errors import IncompleteListing
 from .state import Entry
 
@@ -45,7 +46,7 @@ def find_objects(
     What is not found (of very many a sample) is looked for once more, each in its own directory. Raises
     `IncompleteListing` where it is there then, `Unavailable` where that cannot be known.
     """
-    started_ms = backend.now_ms()
+    started_ms = looked_at_ms(backend)
     wanted = {slot_of(entry) for entry in entries}
     directories = _directories(fingerprint, wanted)
     if num_listed is not None and len(directories) * _OBJECTS_A_DIRECTORY > num_listed:

@@ -15,8 +15,10 @@ from lmcache_cli.backends.local import LocalBackend
 from lmcache_cli.backends.local.staging import new_staging_component
 from lmcache_cli.backends.local.syscalls import SystemCalls
 from lmcache_cli.store import Store
+from lmcache_cli.store.compress import CompressOptions, plan_compress
 from lmcache_cli.store.migrate import MigrateOptions, apply_migrate, plan_migrate
 from lmcache_cli.store.repair import plan_repair
+from lmcache_cli.store.selection import Selection
 from lmcache_cli.store.stats import store_stats
 from lmcache_cli.store.targets import held_pins
 from lmcache_cli.store.verify import verify
@@ -73,3 +75,10 @@ def test_it_is_copied_with_its_pins(store: Store, tmp_path: Path) -> None:
         assert len(held_pins(target, IDENTITY.fingerprint)) == 1
         with pytest.raises(Unavailable, match="clock"):
             plan_migrate(store, target, MigrateOptions(delete_source=True))
+
+
+def test_what_compressing_it_would_bring_is_told(store: Store) -> None:
+    options = CompressOptions(selection=Selection(older_than_ms=-60_000))
+    plan = plan_compress(store, options)
+    assert plan.num_shards == 4
+    assert plan.namespaces[0].expected_bytes is not None
