@@ -20,7 +20,6 @@ from lmcache_cli.store.migrate import MigrateOptions, MigrateResult, apply_migra
 from lmcache_cli.store.sweep import sweep
 from lmcache_cli.store.verify import verify
 from tests.cli.conftest import Inside
-from tests.marks import slow_after
 from tests.store.made_kv import CHUNK_TOKENS, KV_IDENTITY, put_kv, read_kv
 from tests.store.pattern import document, refs
 
@@ -179,7 +178,8 @@ KILLS = [
 ]
 
 
-@pytest.mark.parametrize("seed", slow_after(1, range(2)))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
 def test_killed_at_random_points_and_run_again(src: Path, tmp_path: Path, seed: int) -> None:
     dst = _with_chunk_3(tmp_path / "dst")
     chance = random.Random(seed)

@@ -121,6 +121,7 @@ def test_a_signal_at_any_time(slow: Program, quick: Inside, folder: Path, number
     check_rerun(quick, folder, found)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_changes_nothing(slow: Program, quick: Inside, folder: Path) -> None:
     process = slow.start(*WARM, "--json")
     await_note(process)
@@ -135,7 +136,8 @@ def test_a_second_ctrl_c_changes_nothing(slow: Program, quick: Inside, folder: P
     check_rerun(quick, folder, found)
 
 
-@pytest.mark.parametrize("computing", slow_after(1, [True, False]))
+@pytest.mark.slow
+@pytest.mark.parametrize("computing", [True, False])
 def test_a_reader_of_the_output_that_leaves_is_no_news_and_stops_no_work(
     slow: Program, quick: Inside, folder: Path, computing: bool
 ) -> None:
@@ -156,6 +158,7 @@ def test_a_reader_of_the_output_that_leaves_is_no_news_and_stops_no_work(
     check_rerun(quick, folder, hits(folder))
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_seen_as_incomplete_and_completed(slow: Program, quick: Inside, folder: Path) -> None:
     process = slow.start(*WARM)
     await_note(process)

@@ -44,7 +44,8 @@ def names_of(stdout: bytes) -> list[bytes]:
     ]
 
 
-@pytest.mark.parametrize("writer", slow_after(1, ["ASCII", "UTF-8"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("writer", ["ASCII", "UTF-8"])
 def test_a_document_of_any_name_is_warmed_once_and_shown_exactly(program: Program, writer: str):
     documents = [word for name in FILES for word in ("--document", b"./" + name)]
     first = program(*warm(*documents, "--json"), env=LOCALES[writer])
@@ -99,7 +100,8 @@ def test_foreign_files_of_odd_names_are_told_literally(lmcache: Program, scene: 
     assert {one["kind"] for one in found} == {"foreign"}
 
 
-@pytest.mark.parametrize("env", slow_after(1, LOCALES.values()), ids=LOCALES)
+@pytest.mark.slow
+@pytest.mark.parametrize("env", LOCALES.values(), ids=LOCALES)
 def test_a_salt_is_the_same_from_every_locale(program: Program, env: dict[str, str]):
     assert program(*warm("--document", "a b", "--salt", "schlüssel".encode()), env=LOCALES["UTF-8"]).code == 0
     again = program(*warm("--document", "a b", "--salt", "schlüssel".encode(), "--json"), env=env)

@@ -54,6 +54,7 @@ def test_a_second_ctrl_c_waits_for_the_tidying_up(fake):
     assert not (fake.folder / "staging").exists()
 
 
+@pytest.mark.slow
 def test_a_third_ctrl_c_stops_at_once(fake):
     process = fake.start("--sleep", "30", "--tidy", "30")
     _await_warning(process)
@@ -64,6 +65,7 @@ def test_a_third_ctrl_c_stops_at_once(fake):
     assert process.returncode == 130
 
 
+@pytest.mark.slow
 def test_a_signal_that_was_ignored_stays_ignored(fake):
     import subprocess
 

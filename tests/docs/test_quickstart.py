@@ -87,6 +87,7 @@ def test_the_two_commands_of_the_readme_are_there():
         assert os.access(ROOT / name, os.X_OK), name
 
 
+@pytest.mark.slow
 def test_the_tour_works_without_a_model_where_it_needs_none(tmp_path):
     store = tmp_path / "kv"
     lines = [line for line in tour() if "MODEL" not in line]

@@ -186,6 +186,7 @@ def test_without_resume_a_part_is_refused(run: Inside, engine: Fake, tmp_path: P
     assert b"two: 4 of 20 tokens are present" in ran.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_a_run_that_is_stopped_leaves_no_engine_and_can_be_gone_on_with(
     run: Inside, engine: Fake, tmp_path: Path, number: signal.Signals, code: int
