@@ -18,6 +18,7 @@ from lmcache_cli.backends.errors import (
     Unsupported,
     VersionChanged,
 )
+from lmcache_cli.backends.head_last import HeadLast
 from lmcache_cli.backends.protocol import STAGING_PREFIX, Backend, Capabilities, Durability, ObjectInfo, ReadHandle
 from lmcache_cli.backends.registry import open_backend
 
@@ -30,6 +31,7 @@ __all__ = [
     "Capabilities",
     "CircuitOpen",
     "Durability",
+    "HeadLast",
     "NoSpace",
     "NotFound",
     "ObjectInfo",

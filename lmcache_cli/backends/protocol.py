@@ -91,7 +91,7 @@ class ReadHandle(Protocol):
     def block_bytes(self) -> int:
         """Best size of one `read_into` for a reader that checks bytes as they come.
 
-        Some 256 KiB where they are in memory already (a block then stays in the CPU's cache), several MiB where every
+        At most 1 MiB where they are in memory already (a block then stays in the CPU's cache), several MiB where every
         call waits for a device.
         """
         ...
@@ -140,7 +140,8 @@ class Backend(Protocol):
     ) -> ObjectInfo:
         """Publish the concatenated parts as one object, whole or not at all.
 
-        The parts are read until the call returns or raises and not after; they must not change meanwhile. With
+        The parts are read until the call returns or raises and not after; they must not change meanwhile. A `HeadLast`
+        are two parts, the first of which is made from the second, and may be written after it. With
         `if_absent` an object that is there stays (AlreadyExists), otherwise it is replaced atomically. Raises
         AlreadyExists, NoSpace, Unavailable (then the object may have been published all the same, but never in part).
         """

@@ -16,6 +16,7 @@ from lmcache_cli.backends.errors import (
     Unavailable,
     Unsupported,
 )
+from lmcache_cli.backends.head_last import HeadLast
 from lmcache_cli.backends.local.clock import StoreClock
 from lmcache_cli.backends.local.durability import NameSync
 from lmcache_cli.backends.local.listing import info_of, walk
@@ -26,15 +27,23 @@ from lmcache_cli.backends.local.removing import delete_version
 from lmcache_cli.backends.local.root import Root, split
 from lmcache_cli.backends.local.staging import collect_stale, new_staging_component
 from lmcache_cli.backends.local.syscalls import SystemCalls
-from lmcache_cli.backends.local.writing import byte_views, preallocate, write_buffered, write_direct
+from lmcache_cli.backends.local.writing import (
+    byte_views,
+    preallocate,
+    write_buffered,
+    write_direct,
+    write_head_last,
+)
 from lmcache_cli.backends.names import check_name, check_prefix
 from lmcache_cli.backends.protocol import STAGING_PREFIX, Capabilities, Durability, ObjectInfo
+from lmcache_cli.backends.turns import Turns
 
 _DIRECT_MIN_BYTES = 256 * 1024
 _BOUNCE_BYTES = 4 * 1024 * 1024
 _BOUNCE_POOL_BYTES = 4 * _BOUNCE_BYTES
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC  # a FIFO in the way must not block the open
 _LOOK = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+_Content = HeadLast | tuple[memoryview, ...]
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -79,6 +88,7 @@ class LocalBackend:
         self._names = NameSync(self._root, self._calls)
         self._clock = StoreClock(self._probe_clock_ms)
         self._bounce = BufferPool(_BOUNCE_POOL_BYTES)
+        self._heads = Turns()
 
     def __repr__(self) -> str:
         return f"LocalBackend({self.path!r})"
@@ -130,23 +140,23 @@ class LocalBackend:
     def put(
         self, name: str, parts: Sequence[memoryview | bytes], *, durability: Durability, if_absent: bool = True
     ) -> ObjectInfo:
-        views = byte_views(parts)
+        content = parts if isinstance(parts, HeadLast) else byte_views(parts)
         if if_absent and self.stat(name) is not None:
             raise AlreadyExists(f"{name}: exists in {self.url}", name=name)
         try:
             with translating("write", check_name(name), self.url):
-                return self._put(name, views, durability, if_absent)
+                return self._put(name, content, durability, if_absent)
         except NotFound as error:  # a directory was removed while we worked in it
             raise Unavailable(f"{name}: a directory vanished during the write: {error}", name=name) from error
 
-    def _put(self, name: str, views: tuple[memoryview, ...], durability: Durability, if_absent: bool) -> ObjectInfo:
+    def _put(self, name: str, content: _Content, durability: Durability, if_absent: bool) -> ObjectInfo:
         staging_fd, made = self._root.make_dir(STAGING_PREFIX)
         self._names.made(made)
         staged = new_staging_component()
         fd = -1
         try:
             fd = self._calls.create(staged, _CREATE, 0o666, dir_fd=staging_fd)
-            self._fill(fd, views, durability)
+            self._fill(fd, content, durability)
             self._publish(staged, staging_fd, name, if_absent)
             status = os.fstat(fd)
         except BaseException:
@@ -164,21 +174,34 @@ class LocalBackend:
             self._names.later(directory)
         return info_of(name, status)
 
-    def _fill(self, fd: int, views: tuple[memoryview, ...], durability: Durability) -> None:
-        size_bytes = sum(view.nbytes for view in views)
+    def _fill(self, fd: int, content: _Content, durability: Durability) -> None:
+        size_bytes = content.size_bytes if isinstance(content, HeadLast) else sum(view.nbytes for view in content)
         preallocate(self._calls, fd, size_bytes)
-        bounce = self._bounce_lease() if durability is not Durability.NONE and size_bytes >= _DIRECT_MIN_BYTES else None
-        if bounce is None:
-            write_buffered(self._calls, fd, views)
+        if durability is not Durability.NONE and size_bytes >= _DIRECT_MIN_BYTES:
+            self._fill_direct(fd, self._views(content))
+        elif isinstance(content, HeadLast):
+            write_head_last(self._calls, fd, content)
         else:
-            with bounce:
-                if not write_direct(self._calls, fd, views, bounce.view):
-                    write_buffered(self._calls, fd, views)
+            write_buffered(self._calls, fd, content)
         if durability is not Durability.NONE:
             self._calls.fdatasync(fd)
         found_bytes = os.fstat(fd).st_size
         if found_bytes != size_bytes:
             raise Unavailable(f"the staging file has {found_bytes} bytes, {size_bytes} were written; try again")
+
+    def _views(self, content: _Content) -> tuple[memoryview, ...]:
+        """The head comes first here, in turns: the device starts on one object while the next one's head is made."""
+        with self._heads.one():
+            return byte_views(content)
+
+    def _fill_direct(self, fd: int, views: tuple[memoryview, ...]) -> None:
+        bounce = self._bounce_lease()
+        if bounce is None:
+            write_buffered(self._calls, fd, views)
+            return
+        with bounce:
+            if not write_direct(self._calls, fd, views, bounce.view):
+                write_buffered(self._calls, fd, views)
 
     def _bounce_lease(self) -> Lease | None:
         try:

@@ -108,20 +108,23 @@ class Root:
         return self._make_missing(name)
 
     def _make_missing(self, name: str) -> tuple[int, tuple[str, ...]]:
-        made: list[str] = []
-        components = name.split("/")
-        for depth in range(1, len(components) + 1):
-            path = "/".join(components[:depth])
-            parent = self.open_dir("/".join(components[: depth - 1]))
-            try:
-                self._calls.mkdir(components[depth - 1], dir_fd=parent)
-                made.append(path)
-            except FileExistsError:
-                pass
-            finally:
-                os.close(parent)
+        parent, last = split(name)
+        made: tuple[str, ...] = ()
         try:
-            return self.open_dir(name), tuple(made)
+            parent_fd = self.open_dir(parent)
+        except FileNotFoundError:
+            if not parent:  # the root itself is gone
+                raise
+            parent_fd, made = self._make_missing(parent)
+        try:
+            self._calls.mkdir(last, dir_fd=parent_fd)
+            made += (name,)
+        except FileExistsError:
+            pass
+        finally:
+            os.close(parent_fd)
+        try:
+            return self.open_dir(name), made
         except NotADirectoryError as error:
             raise Obstructed(f"{name}: a file stands where a directory belongs; move it away", name=name) from error
 

@@ -12,9 +12,11 @@ import os
 from collections.abc import Sequence
 
 from lmcache_cli.backends.buffers import BLOCK_BYTES, address_of
+from lmcache_cli.backends.head_last import HeadLast
 from lmcache_cli.backends.local.syscalls import SystemCalls
 
 IOV_MAX = 1024
+_SPAN_BYTES = 1 << 20
 _NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
@@ -46,6 +48,25 @@ def write_buffered(calls: SystemCalls, fd: int, views: Sequence[memoryview]) -> 
     offset = 0
     for start in range(0, len(views), IOV_MAX):
         offset = _write_run(calls, fd, list(views[start : start + IOV_MAX]), offset)
+
+
+def write_head_last(calls: SystemCalls, fd: int, content: HeadLast) -> None:
+    """Write the body block by block, each while it is in the CPU's cache, then the head before it; buffered.
+
+    Writes end at multiples of 1 MiB, so that the page cache needs few pages, and large ones. Raises ValueError for a
+    head that is not as long as it said.
+    """
+    seen = written = content.head_bytes
+    for block in content.blocks():
+        seen += block.nbytes
+        end = seen if seen >= content.size_bytes else seen - seen % _SPAN_BYTES
+        if end > written:
+            body = content.body[written - content.head_bytes : end - content.head_bytes]
+            written = _write_run(calls, fd, [body], written)
+    head = content.head()
+    if len(head) != content.head_bytes or written != content.size_bytes:
+        raise ValueError(f"head and body have {len(head)} and {seen - content.head_bytes} bytes, not what they said")
+    _write_run(calls, fd, [memoryview(head)], 0)
 
 
 def write_direct(calls: SystemCalls, fd: int, views: Sequence[memoryview], bounce: memoryview) -> bool:
