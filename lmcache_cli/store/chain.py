@@ -219,8 +219,8 @@ class ChainedNamespace(Namespace):
             return size_bytes
         raise told
 
-    def _most_readers(self, is_large: bool) -> int:
-        return self._reader_threads if self._asks_far else super()._most_readers(is_large)
+    def _most_readers(self) -> int:
+        return self._reader_threads if self._asks_far else super()._most_readers()
 
     def _holder(self, key: ChunkKey) -> FarNamespace | None:
         """The first store behind that has a chunk which the first store lacks; None: the first store, or nobody."""

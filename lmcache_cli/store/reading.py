@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache, partial
@@ -17,6 +18,7 @@ import numpy as np
 
 from lmcache_cli.backends import Backend, BackendError, NotFound, Obstructed, ReadHandle, ShortRead
 from lmcache_cli.backends.buffers import AlignedBuffer
+from lmcache_cli.backends.turns import Turns
 from lmcache_format.checksums import DIGEST_BYTES, xxh3
 from lmcache_format.dtypes import Dtype
 from lmcache_format.encodings import encoding_for
@@ -32,6 +34,7 @@ from .chunk import BlockViews, ChunkBuffer
 _FIRST_READ_BYTES = 16_384
 _DEVICE_BLOCK_BYTES = 2 << 20
 """A handle that wants blocks this large waits for a device."""
+_CHECKS = Turns()
 _BATCH_BYTES = 4 << 20
 """Decoded bytes that one thread works on at a time, beside the buffer it fills."""
 
@@ -284,10 +287,12 @@ def _read_raw(
 ) -> None:
     """Read and check block by block; the first `already` bytes of the data are in the buffer, to be checked only."""
     read_into = handle.read_into
+    turn = _CHECKS.one if handle.block_bytes >= _DEVICE_BLOCK_BYTES else nullcontext
     for file_offset, stop, whole, slabs, digests in _views(out, blocks):
         if stop > already:
             read_into(data_start + file_offset, whole)
-        found = b"".join(map(xxh3, slabs))
+        with turn():
+            found = b"".join(map(xxh3, slabs))
         if found != checksums[digests]:
             raise ChecksumMismatch(
                 f"data checksum within {file_offset} to {file_offset + whole[0].nbytes}",

@@ -28,8 +28,6 @@ from .state import Entry
 
 _TRIES = 3
 LEAST_READERS = 2
-LARGE_CHUNK_BYTES = 16 << 20
-"""Chunks this large are worth more readers than there are cores while they wait for a device."""
 
 
 class Retrieval(LiveIndex):
@@ -129,7 +127,7 @@ class Retrieval(LiveIndex):
             try:
                 while (number := _taken(waiting)) is not None:
                     outcomes[number] = self._read_guarded(chunks[number], out[number])
-                    pays = waiting and len(workers) < self._most_readers(is_large)
+                    pays = waiting and len(workers) < self._most_readers()
                     if pays and _taken(spare) is not None:
                         workers.append(self._readers.submit(work))
             finally:
@@ -141,7 +139,6 @@ class Retrieval(LiveIndex):
             for done in at_work:
                 done.wait()
 
-        is_large = out[0].size_bytes >= LARGE_CHUNK_BYTES if chunks else False
         at_once = min(self._reader_threads, LEAST_READERS)
         spare = deque(range(self._reader_threads - at_once))
         self._waits_for_device = False
@@ -161,11 +158,11 @@ class Retrieval(LiveIndex):
             self._unread(chunk) if outcome is None else outcome for chunk, outcome in zip(chunks, outcomes, strict=True)
         ]
 
-    def _most_readers(self, is_large: bool) -> int:
-        """From memory one more than there are cores keeps them busy; a device is busy with few, but for large chunks,
-        whose checksums take long."""
+    def _most_readers(self) -> int:
+        """From memory one more than there are cores keeps them busy. A device wants all: while some threads prepare a
+        chunk or check one, in turns, the others keep it busy."""
         if self._waits_for_device:
-            return self._reader_threads if is_large else min(self._reader_threads, LEAST_READERS)
+            return self._reader_threads
         return min(self._reader_threads, max(3, min(4, os.cpu_count() or 1)))
 
     def _read_guarded(self, chunk: ChunkRef, out: ChunkBuffer) -> int | ReadFault:

@@ -14,7 +14,7 @@ from lmcache_cli.backends.local.oserrors import translated
 from lmcache_cli.backends.local.syscalls import SystemCalls, cached_pages
 from lmcache_cli.backends.local.writing import IOV_MAX, remaining
 
-CACHED_BLOCK_BYTES = 512 * 1024
+CACHED_BLOCK_BYTES = 1024 * 1024
 DEVICE_BLOCK_BYTES = 8 * 1024 * 1024
 
 
