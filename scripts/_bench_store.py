@@ -200,50 +200,64 @@ def _small_page_memory(size: int) -> memoryview:
     return memory[start : start + size].data
 
 
-def _write(directory: Path, repeat: int) -> Iterator[Row]:
-    count, identity = 32, big_identity()
-    store = Store.create(str(directory / "store"))
-    buffers = [ChunkBuffer(identity, whole_part(identity), identity.chunk_tokens) for _ in range(count)]
-    for number, buffer in enumerate(buffers):
-        np.frombuffer(buffer.memory, np.uint8)[...] = number
-    gigabytes = count * buffers[0].size_bytes / 1e9
-    small = [_small_page_memory(buffer.size_bytes) for buffer in buffers]
-    plain = directory / "plain"
-    plain.mkdir(parents=True)
-    turn = iter(range(1 << 30))
+class Writing:
+    """A store to write 32 chunks of 32 MiB to, and a directory beside it for plain writes of the same memory."""
 
-    def clean() -> None:
-        for path in (*plain.iterdir(), *(directory / "store").glob("ns/*/c")):
+    def __init__(self, directory: Path) -> None:
+        self.count, self.identity = 32, big_identity()
+        self.store = Store.create(str(directory / "store"))
+        whole = whole_part(self.identity)
+        self.buffers = [ChunkBuffer(self.identity, whole, self.identity.chunk_tokens) for _ in range(self.count)]
+        for number, buffer in enumerate(self.buffers):
+            np.frombuffer(buffer.memory, np.uint8)[...] = number
+        self.memory = [buffer.memory for buffer in self.buffers]
+        self.gigabytes = self.count * self.buffers[0].size_bytes / 1e9
+        self.directory, self.plain = directory, directory / "plain"
+        self.plain.mkdir(parents=True)
+        self.turn = iter(range(1 << 30))
+
+    def clean(self) -> None:
+        for path in (*self.plain.iterdir(), *(self.directory / "store").glob("ns/*/c")):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         os.sync()
 
-    def ours(durability: Durability, threads: int) -> Callable[[], None]:
+    def ours(self, durability: Durability, threads: int) -> Callable[[], None]:
         def work() -> None:
-            tokens = np.full(count * identity.chunk_tokens, next(turn))
-            with store.namespace(identity, create=True, writer=WriterOptions(durability=durability)) as namespace:
-                write_chunks(namespace, buffers, tokens, threads)
+            tokens = np.full(self.count * self.identity.chunk_tokens, next(self.turn))
+            options = WriterOptions(durability=durability)
+            with self.store.namespace(self.identity, create=True, writer=options) as namespace:
+                write_chunks(namespace, self.buffers, tokens, threads)
 
         return work
 
-    def writes(memory: Sequence[memoryview], threads: int, *, sync: bool, direct: bool) -> Callable[[], None]:
+    def writes(self, memory: Sequence[memoryview], threads: int, *, sync: bool, direct: bool) -> Callable[[], None]:
+        paths = [self.plain / str(number) for number in range(len(memory))]
         return lambda: run_in_threads(
-            [lambda n=n, m=m: _plain_write(plain / f"{n}", m, sync=sync, direct=direct) for n, m in enumerate(memory)],
+            [
+                lambda p=path, m=part: _plain_write(p, m, sync=sync, direct=direct)
+                for path, part in zip(paths, memory, strict=True)
+            ],
             threads,
         )
 
-    huge = [buffer.memory for buffer in buffers]
-    variants: dict[str, Callable[[], object]] = {
-        f"buffered x{n}": writes(huge, n, sync=False, direct=False) for n in (1, 2)
-    }
-    samples = rounds({**variants, "ours": ours(Durability.NONE, 2)}, repeat, before=clean)
-    yield against(f"store, none, {count} x 32 MiB", samples, gigabytes, 0.70, "checksums included")
+
+def _write(directory: Path, repeat: int) -> Iterator[Row]:
+    to = Writing(directory)
+    variants = {f"buffered x{n}": to.writes(to.memory, n, sync=False, direct=False) for n in (1, 2)}
+    samples = rounds({**variants, "ours": to.ours(Durability.NONE, 2)}, repeat, before=to.clean)
+    yield against(f"store, none, {to.count} x 32 MiB", samples, to.gigabytes, 0.70, "checksums included")
+
+
+def _sync(directory: Path, repeat: int) -> Iterator[Row]:
+    to = Writing(directory)
+    small = [_small_page_memory(buffer.size_bytes) for buffer in to.buffers]
     variants = {}
     for threads in (1, 2, 4):
-        variants[f"buffered x{threads}"] = writes(huge, threads, sync=True, direct=False)
-        variants[f"direct x{threads}"] = writes(small, threads, sync=True, direct=True)
-        variants[f"direct huge x{threads}"] = writes(huge, threads, sync=True, direct=True)
-    samples = rounds({**variants, "ours": ours(Durability.FULL, 4)}, repeat, before=clean)
-    yield against(f"store, full, {count} x 32 MiB", samples, gigabytes, 0.85, "checksums included")
+        variants[f"buffered x{threads}"] = to.writes(to.memory, threads, sync=True, direct=False)
+        variants[f"direct x{threads}"] = to.writes(small, threads, sync=True, direct=True)
+        variants[f"direct huge x{threads}"] = to.writes(to.memory, threads, sync=True, direct=True)
+    samples = rounds({**variants, "ours": to.ours(Durability.FULL, 4)}, repeat, before=to.clean)
+    yield against(f"store, full, {to.count} x 32 MiB", samples, to.gigabytes, 0.85, "checksums included")
 
 
 def _plain_write(path: Path, memory: memoryview, *, sync: bool, direct: bool) -> None:
@@ -451,6 +465,7 @@ _GROUPS: dict[str, Callable[[Path, int], Iterator[Row]]] = {
     "retrieve": _retrieve,
     "cold": _cold,
     "write": _write,
+    "sync": _sync,
     "match": _match,
     "keys": _keys,
     "start": _start,
