@@ -100,8 +100,8 @@ def warm_through(
     started = clock()
     report = AskedReport(num_documents=len(documents), num_tokens=sum(len(one.tokens) for one in documents))
     namespace.refresh()
-    report.shards_before = len(namespace.state())
     items = list(_items(namespace, documents, saves_tails, report))
+    report.shards_before = len(namespace.state())  # with those of them that no index listed
     for item in items:
         item.is_guess = item.number in guesses
     label_documents(namespace, [_cut(item) for item in items if not item.is_guess])
