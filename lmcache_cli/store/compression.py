@@ -260,7 +260,7 @@ def _estimate(backend: Backend, plan: NamespacePlan) -> int | None:
         return 0
     step = -(-len(rows) // SAMPLED_SHARDS)
     entries = [plan.index.state.entry(int(row)) for row in rows[::step]]
-    places = find_objects(backend, plan.fingerprint, entries)
+    places = find_objects(backend, plan.fingerprint, entries, started_ms=looked_at_ms(backend))
     before = after = 0
     for place in islice(places.values(), SAMPLED_SHARDS):
         checked = check_shard(backend, ShardName.parse(place.path), plan.identity, with_data=False)

@@ -11,7 +11,6 @@ from lmcache_format.geometry import Part
 from lmcache_format.identity import Fingerprint
 from lmcache_format.names import ShardName, chunks_directory
 
-from .clocks import looked_at_ms
 from .errors import IncompleteListing
 from .state import Entry
 
@@ -39,14 +38,20 @@ def slot_of(entry: Entry) -> SlotName:
 
 
 def find_objects(
-    backend: Backend, fingerprint: Fingerprint, entries: Sequence[Entry], *, num_listed: int | None = None
+    backend: Backend,
+    fingerprint: Fingerprint,
+    entries: Sequence[Entry],
+    *,
+    num_listed: int | None = None,
+    started_ms: int | None = None,
 ) -> dict[SlotName, FoundObject]:
-    """What stands under the names of index entries; `num_listed`: how many shards the namespace has, roughly.
+    """What stands under the names of index entries; `num_listed`: how many shards the namespace has, roughly;
+    `started_ms`: the time now, where the store cannot be asked for it and nothing is removed by what is found.
 
     What is not found (of very many a sample) is looked for once more, each in its own directory. Raises
     `IncompleteListing` where it is there then, `Unavailable` where that cannot be known.
     """
-    started_ms = looked_at_ms(backend)
+    started_ms = backend.now_ms() if started_ms is None else started_ms
     wanted = {slot_of(entry) for entry in entries}
     directories = _directories(fingerprint, wanted)
     if num_listed is not None and len(directories) * _OBJECTS_A_DIRECTORY > num_listed:
