@@ -56,11 +56,15 @@ class Unsupported(BackendError):
 
 
 class Unavailable(BackendError):
-    """The state of the object is unknown. Treat as a miss when reading, give up when deleting."""
+    """The state of the object is unknown. Treat as a miss when reading, give up when deleting.
 
-    def __init__(self, message: str, *, name: str | None = None, transient: bool = True) -> None:
+    `next_step` says what would help, where that is known: refused permissions, missing credentials.
+    """
+
+    def __init__(self, message: str, *, name: str | None = None, transient: bool = True, next_step: str = "") -> None:
         super().__init__(message, name=name)
         self.transient = transient
+        self.next_step = next_step
 
 
 class Obstructed(Unavailable):

@@ -39,15 +39,22 @@ SCHEMES: Mapping[str, Scheme] = {
 """All others are left to fsspec."""
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
+_MISTYPED = re.compile(rf"({'|'.join(SCHEMES)}):/?", re.IGNORECASE)
 
 
 def open_backend(url: str) -> Backend:
     """The back-end for a path, `file://…`, `memory://name`, `s3://…`, `gs://…` or whatever fsspec knows.
 
     Touches nothing yet. Those over a network are wrapped in `RetryBackend`. Raises Unsupported for a scheme without a
-    back-end, or one whose packages are not installed.
+    back-end, one whose packages are not installed, and for a path that looks like a mistyped URL, such as `s3:/bucket`.
     """
     match = _SCHEME.match(url)
+    if match is None and (mistyped := _MISTYPED.match(url)) is not None:
+        scheme_of_it = mistyped.group(1).lower()
+        raise Unsupported(
+            f"{url}: expected {scheme_of_it}:// at the beginning of a URL, found {mistyped.group(0)!r}; "
+            f"if a directory is meant, write ./{url}"
+        )
     name = match.group(1).lower() if match else "file"
     scheme = SCHEMES.get(name, _OTHER)
     try:

@@ -55,5 +55,8 @@ def checked_key(start: str) -> str:
     if not key or set(key) - set("0123456789abcdef") or len(key) > 64:
         raise Refused(f"expected the start of a key, found {start!r}", "keys are written in hexadecimal digits")
     if len(key) < LEAST_KEY_DIGITS:
-        raise Refused(f"expected at least {LEAST_KEY_DIGITS} digits of a key, found {start!r}", "write more of it")
+        raise Refused(
+            f"expected at least {LEAST_KEY_DIGITS} digits of a key, found {start!r}",
+            "write more of it; 'lmcache ls' shows namespaces, 'lmcache ls NAMESPACE' keys",
+        )
     return key

@@ -115,9 +115,9 @@ class _Run:
     def run(self) -> None:
         if not (self._plan.rows.any() or len(self._plan.target.state) or self._has_unlisted()):
             return
-        self._store.namespace(self._plan.identity, create=True, allow_unverified=True).close()  # ns.json first
-        copy_acceptances(self._from, self._to, self._plan.fingerprint, self._store.events)
         try:
+            self._store.namespace(self._plan.identity, create=True, allow_unverified=True).close()  # ns.json first
+            copy_acceptances(self._from, self._to, self._plan.fingerprint, self._store.events)
             self._carry_over(self._target.state.keys)
             threads, abandon = self._options.concurrency, self._pace.abandon
             with closing(in_parallel(self._work, self._jobs(), threads, abandon)) as outcomes:

@@ -31,6 +31,11 @@ _CACHEDIR_TAG_TEXT = b"""Signature: 8a477f597d28d172789f06886806bc55
 """
 
 
+def _place_of(url: str) -> str:
+    """What to look at where a store was expected and none is."""
+    return "the path, and that its disk is mounted" if url.startswith("file://") else "the URL"
+
+
 class Store(Closing):
     """An open store. Opening reads the superblock alone; namespaces are opened one by one."""
 
@@ -69,7 +74,8 @@ class Store(Closing):
         generations = _generations(backend)
         if not generations:
             raise NoStore(
-                f"there is no store at {backend.url}", next_step=f"make one: lmcache init --store {backend.url}"
+                f"there is no store at {backend.url}",
+                next_step=f"check {_place_of(backend.url)}; to make one there: lmcache init --store {backend.url}",
             )
         path = superblock_path(generations[-1])
         try:
@@ -86,8 +92,9 @@ class Store(Closing):
             ) from None
         if superblock.generation != generations[-1]:
             raise StoreDamaged(
-                f"{backend.url}/{path} is of generation {superblock.generation}",
-                next_step="restore that file from a copy",
+                f"{backend.url}/{path}: expected generation {generations[-1]}, as its name says, "
+                f"found {superblock.generation}",
+                next_step="restore that file from a copy of the store; shards are intact",
             )
         return cls(backend, superblock)
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -302,6 +303,15 @@ def test_services_without_conditions_are_known_and_looked_at_first(place: Place,
         assert plain.delete("a", version=made.version)
     finally:
         place.proxy.hide_conditions = False
+
+
+def test_missing_credentials_come_with_a_next_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    with pytest.raises(Unavailable, match="ProfileNotFound") as raised:
+        open_backend("s3://bucket/place?profile=nobody").stat("a")
+    assert "?profile=" in raised.value.next_step
+    assert not raised.value.transient
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,15 @@ def test_failed_put_leaves_nothing_and_works_again(
     assert backend.read(NAME) == WHOLE
 
 
+@pytest.mark.parametrize(("code", "said"), [(errno.EROFS, "mount it writable"), (errno.EACCES, "the account")])
+def test_refused_permissions_come_with_a_next_step(tmp_path: Path, code: int, said: str) -> None:
+    backend = LocalBackend(tmp_path / "store", faulty_calls(FaultScript(Fault("create", Fail(os_error(code))))))
+    with pytest.raises(Unavailable) as raised:
+        backend.put(NAME, PARTS, durability=Durability.NONE)
+    assert said in raised.value.next_step
+    assert not raised.value.transient
+
+
 @pytest.mark.parametrize("durability", list(Durability))
 @pytest.mark.parametrize("room", [0, 1, 4095, 4096, 50_000, 600_000])
 def test_c30_device_that_fills_up_midway(tmp_path: Path, durability: Durability, room: int) -> None:

@@ -62,11 +62,20 @@ def test_opening_touches_nothing_and_a_place_out_of_reach_is_unavailable() -> No
         ("s3://b/p//q", "expected s3://bucket/prefix"),
         ("s3://b?endpoint=x", "unknown option 'endpoint'; known are addressing_style, anon, endpoint_url"),
         ("gs://key:secret@b", "keys have no place"),
+        ("s3:/b/p", r"expected s3:// at the beginning .* write \./s3:/b/p"),
+        ("GS:b/p", "expected gs:// at the beginning"),
     ],
 )
 def test_urls_that_make_no_sense_are_refused(url: str, said: str) -> None:
     with pytest.raises(Unsupported, match=said):
         open_backend(url)
+
+
+def test_a_directory_with_the_name_of_a_mistyped_url_can_still_be_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(open_backend("./s3:/b/p"), LocalBackend)
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

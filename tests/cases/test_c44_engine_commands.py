@@ -214,6 +214,7 @@ def test_no_resume_refuses_what_an_earlier_run_left(patterned: Inside, scene: Sc
     [
         (NoSpace("disk full"), b"disk full\n  next: free some space"),
         (Unavailable("the share is gone"), b"the share is gone\n  next: check that the store can be reached"),
+        (Unavailable("locked", transient=False, next_step="unlock it"), b"locked\n  next: unlock it"),
     ],
 )
 def test_a_store_that_takes_nothing_is_exit_1(

@@ -212,7 +212,7 @@ def _put_pickles_about(store):
 SITUATIONS = {
     "sound": (lambda store: None, 0, b""),
     "no store": (shutil.rmtree, 10, b"there is no store at"),
-    "empty folder": (lambda store: (shutil.rmtree(store), store.mkdir()), 10, b"next: make one: lmcache init --store"),
+    "empty folder": (lambda store: (shutil.rmtree(store), store.mkdir()), 10, b"to make one there: lmcache init"),
     "a file instead": (lambda store: (shutil.rmtree(store), store.touch()), 1, b""),
     "damaged identity": (_damage_identity, 3, b"does not hash to its name"),
     "identity gone": (_remove_identity, 3, b"ns.json is missing"),

@@ -289,6 +289,14 @@ def test_no_time_copies_nothing_and_says_what_is_left(source: Store, target: Sto
     assert shards(dst) == {}
 
 
+def test_a_target_that_is_full_at_once_leaves_everything(source: Store, target: Store) -> None:
+    target.backend = FaultBackend(target.backend, FaultScript(Fault("put", Fail(NoSpace("full")), name="ns.json")))
+    result = MigrateResult()
+    with pytest.raises(NoSpace):
+        apply_migrate(source, target, plan_migrate(source, target), result=result)
+    assert (result.num_copied, result.num_left, result.is_whole) == (0, NUM_SHARDS, False)
+
+
 def test_shards_the_index_lost_are_copied_too(source: Store, target: Store, src: Path) -> None:
     for segment in src.rglob("*.lmi"):
         segment.unlink()

@@ -29,9 +29,14 @@ class Bucket(ABC):
 
     def _no_bucket(self) -> Unavailable:
         return Unavailable(
-            f"{self.url}: there is no bucket {self._where.bucket!r}; make it, or correct the URL", transient=False
+            f"{self.url}: there is no bucket {self._where.bucket!r}; make it, or correct the URL",
+            transient=False,
+            next_step="make the bucket, or correct the URL",
         )
 
-    def _unavailable(self, error: Exception, doing: str, name: str, *, transient: bool) -> Unavailable:
+    def _unavailable(
+        self, error: Exception, doing: str, name: str, *, transient: bool, next_step: str = ""
+    ) -> Unavailable:
         said = redacted(f"{type(error).__name__}: {error}", self._secrets)
-        return Unavailable(f"{name}: could not {doing} in {self.url}: {said}", name=name, transient=transient)
+        text = f"{name}: could not {doing} in {self.url}: {said}"
+        return Unavailable(text, name=name, transient=transient, next_step=next_step)

@@ -52,6 +52,7 @@ _PUBLIC: Mapping[str, frozenset[str] | None] = {
 }
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=IDLE_S)
 _FIELDS = "name,size,generation,timeCreated,crc32c,md5Hash"
+_CREDENTIALS = "check the credentials (GOOGLE_APPLICATION_CREDENTIALS), and what they may do in that bucket"
 _TRANSIENT_REASONS = ("rateLimitExceeded", "userRateLimitExceeded", "backendError")
 
 
@@ -275,7 +276,9 @@ class GcsService(Bucket):
         except Refusal as error:
             raise self._answered(error, doing, name, taken or name) from error
         except GoogleAuthError as error:
-            raise self._unavailable(error, doing, name, transient=bool(error.retryable)) from error
+            retryable = bool(error.retryable)
+            next_step = "" if retryable else _CREDENTIALS
+            raise self._unavailable(error, doing, name, transient=retryable, next_step=next_step) from error
         except (aiohttp.InvalidURL, HttpError) as error:
             raise self._unavailable(error, doing, name, transient=False) from error
         except (aiohttp.ClientError, TimeoutError, OSError, KeyError, ValueError) as error:
@@ -297,7 +300,9 @@ class GcsService(Bucket):
         if status == 501:
             return Unsupported(text, name=name)
         throttled = status == 403 and any(reason in error.said for reason in _TRANSIENT_REASONS)
-        return Unavailable(text, name=name, transient=throttled or status in (408, 409, 429) or status >= 500)
+        transient = throttled or status in (408, 409, 429) or status >= 500
+        next_step = _CREDENTIALS if status in (401, 403) and not transient else ""
+        return Unavailable(text, name=name, transient=transient, next_step=next_step)
 
 
 class _Upload:

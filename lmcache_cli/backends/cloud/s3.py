@@ -54,6 +54,9 @@ _AWS_HOSTS = (".amazonaws.com", ".amazonaws.com.cn")
 _TRANSIENT_CODES = frozenset(
     {"RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "OperationAborted"}
 )
+_CREDENTIAL_ERRORS = (boto.NoCredentialsError, boto.PartialCredentialsError, boto.ProfileNotFound)
+_CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a profile of ~/.aws: ?profile=… in the URL"
+_RIGHTS = "check the credentials, and what they may do in that bucket"
 _FULL_CODES = frozenset({"QuotaExceeded", "QuotaExceededException", "XMinioStorageFull", "InsufficientStorage"})
 _REFUSED_CODES = frozenset({"NotImplemented", "EntityTooLarge", "XNotImplemented"})
 
@@ -263,7 +266,9 @@ class S3Service(Bucket):
             raise self._unavailable(error, doing, name, transient=True) from error
         except (aiohttp.ClientError, TimeoutError, OSError, KeyError) as error:
             raise self._unavailable(error, doing, name, transient=True) from error
-        except (boto.BotoCoreError, ValueError) as error:  # credentials, profiles, parameters
+        except _CREDENTIAL_ERRORS as error:
+            raise self._unavailable(error, doing, name, transient=False, next_step=_CREDENTIALS) from error
+        except (boto.BotoCoreError, ValueError) as error:  # parameters
             raise self._unavailable(error, doing, name, transient=False) from error
 
     def _answered(self, error: boto.ClientError, doing: str, name: str, taken: str) -> BackendError:
@@ -285,7 +290,8 @@ class S3Service(Bucket):
         if status == 501 or code in _REFUSED_CODES:
             return Unsupported(text, name=name)
         transient = status in (408, 409, 429) or status >= 500 or code in _TRANSIENT_CODES
-        return Unavailable(text, name=name, transient=transient)
+        next_step = _RIGHTS if status in (401, 403) and not transient else ""
+        return Unavailable(text, name=name, transient=transient, next_step=next_step)
 
 
 def _new_session(profile: str | None) -> AioSession:

@@ -20,6 +20,10 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _OBSTRUCTED = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})
 _LASTING = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.EBADF, errno.EFBIG, errno.ENAMETOOLONG})
 
+_READ_ONLY = "mount it writable, or use another place"
+_DENIED = "run it as the account that owns the store, or give this account the right"
+_NEXT_STEPS = {errno.EROFS: _READ_ONLY, errno.EACCES: _DENIED, errno.EPERM: _DENIED}
+
 
 def translated(error: OSError, *, doing: str, name: str, url: str) -> BackendError:
     """The error of `errors.py` for a failed system call on `name`."""
@@ -36,7 +40,7 @@ def translated(error: OSError, *, doing: str, name: str, url: str) -> BackendErr
         return Obstructed(f"{text}; a directory, a link or a device stands there: move it away", name=name)
     if code == errno.EXDEV:
         return Unsupported(f"{text}; the directories of one store must lie on one file system", name=name)
-    return Unavailable(text, name=name, transient=code not in _LASTING)
+    return Unavailable(text, name=name, transient=code not in _LASTING, next_step=_NEXT_STEPS.get(code, ""))
 
 
 class translating:  # noqa: N801 - reads as a statement: `with translating("read", name, url):`
