@@ -73,7 +73,8 @@ def bench_ttft(
     """Time to first token, cold against warm, each in a fresh process, and whether the answers are the same.
 
     The control keeps the same beginning in memory and computes the same rest: the warm answer must be identical to
-    it. The cold answer comes from one pass over the whole prompt, which may differ in a few tokens by rounding.
+    it. The cold answer comes from one pass over the whole prompt: rounding may give it another word somewhere, and
+    others from there on; cold_agreement counts the places where both have the same.
     """
     from lmcache_cli.store import Store
 
