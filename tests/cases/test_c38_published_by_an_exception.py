@@ -24,7 +24,7 @@ from lmcache_cli.store import Store
 from lmcache_cli.store.index import Index
 from lmcache_cli.store.migrate import MigrateOptions, MigrateResult, apply_migrate, plan_migrate
 from lmcache_cli.store.verify import verify
-from tests.store.made_kv import CHUNK_TOKENS, KV_IDENTITY, put_kv, read_kv
+from tests.store.made_kv import CHUNK_TOKENS, KV_IDENTITY, read_kv, store_of_kv
 from tests.store.pattern import document
 
 SMALL_BYTES = 3000
@@ -159,9 +159,7 @@ def test_a_put_that_ends_on_the_way_publishes_nothing(place: Place, error: type[
 
 @pytest.fixture
 def source(tmp_path: Path) -> Iterator[Store]:
-    with Store.create(str(tmp_path / "src")) as made:
-        with made.namespace(KV_IDENTITY, create=True) as namespace:
-            put_kv(namespace, TOKENS)
+    with store_of_kv(tmp_path / "src", TOKENS) as made:
         yield made
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lmcache_cli.store import ChunkBuffer, Namespace
+from lmcache_cli.store import ChunkBuffer, Namespace, Store
 from lmcache_format.geometry import Part, whole_part
 from lmcache_format.identity import Identity
 from tests.store.pattern import refs, small_buffer, tiny_identity
@@ -43,6 +45,15 @@ def put_kv(namespace: Namespace, tokens: Sequence[int], *, part: Part | None = N
     for ref in refs(namespace.identity, tokens):
         buffer = filled_kv(namespace.identity, part, ref.key, ref.num_tokens)
         namespace.put(buffer, key=ref.key, parent=ref.parent, depth=ref.depth)
+
+
+@contextmanager
+def store_of_kv(root: Path, tokens: Sequence[int]) -> Iterator[Store]:
+    """A new store at `root` with one prompt, open."""
+    with Store.create(str(root)) as made:
+        with made.namespace(KV_IDENTITY, create=True) as namespace:
+            put_kv(namespace, tokens)
+        yield made
 
 
 def read_kv(namespace: Namespace, tokens: Sequence[int]) -> int:

@@ -23,7 +23,7 @@ from lmcache_cli.store.verify import verify
 from lmcache_format.names import chunks_directory
 from tests.flaky_proxy import Answer, BreakOff, Effect, FlakyProxy, HalfUpload, Request, Reset, Rule, flaky_proxy
 from tests.servers import Bucket
-from tests.store.made_kv import CHUNK_TOKENS, KV_IDENTITY, put_kv, read_kv
+from tests.store.made_kv import CHUNK_TOKENS, KV_IDENTITY, read_kv, store_of_kv
 from tests.store.pattern import document
 
 pytestmark = pytest.mark.slow
@@ -61,9 +61,7 @@ def cloud(request: pytest.FixtureRequest) -> Iterator[Cloud]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Iterator[Store]:
-    with Store.create(str(tmp_path / "src")) as made:
-        with made.namespace(KV_IDENTITY, create=True) as namespace:
-            put_kv(namespace, TOKENS)
+    with store_of_kv(tmp_path / "src", TOKENS) as made:
         yield made
 
 
