@@ -2,7 +2,8 @@
 
 Documents go as token ids to `/completions`, or as text where nobody has tokenised them; chats go to
 `/chat/completions`, whose template is the server's. What can pass by itself (no connection, 429, 5xx) is tried again
-until a deadline; everything else is an error at once. The key is sent as a header and is part of no message.
+until a deadline; everything else is an error at once. The key is sent as a header and is part of no message, not even
+where the server repeats it.
 """
 
 from __future__ import annotations
@@ -71,11 +72,11 @@ class OpenAIServer:
     ) -> None:
         self._target = _parse(url)
         self.url = f"{self._target.scheme}://{self._target.netloc}{self._target.path}"
-        self._api_key = api_key
+        self._api_key = _sendable(api_key)
         self._timeout_s = timeout_s
         self._stopped = threading.Event()
         self._sleep: Callable[[float], object] = sleep or self._stopped.wait
-        self._live: set[http.client.HTTPConnection] = set()
+        self._live: set[socket.socket] = set()
 
     def models(self) -> list[ServedModel]:
         """What the server serves. Raises `ServerRefused`, `ServerUnavailable`."""
@@ -86,7 +87,7 @@ class OpenAIServer:
             raise self._explained(answer) from None
         listed = value.get("data")
         if not isinstance(listed, list) or not all(isinstance(one, dict) and "id" in one for one in listed):
-            raise ServerRefused(f"{self.url}/models lists no models: {_shown(json.dumps(value))}")
+            raise ServerRefused(f"{self.url}/models lists no models: {self._shown(json.dumps(value))}")
         return [ServedModel(str(one["id"]), _length(one.get("max_model_len"))) for one in listed]
 
     def choose(self, name: str | None) -> ServedModel:
@@ -99,25 +100,27 @@ class OpenAIServer:
             if model.name == name:
                 return model
         wanted = "several models; name one with --served-name" if name is None else f"no model {name!r}"
-        raise ServerRefused(f"{self.url} serves {wanted}; it serves: {_shown(names)}")
+        raise ServerRefused(f"{self.url} serves {wanted}; it serves: {self._shown(names)}")
 
     def compute(self, model: str, prompt: Prompt, tokens: TokenIds | None) -> Asked:
         """Have one prompt computed; `tokens` are its ids where they are known. What is wrong with this prompt alone is
         told in the result. Raises `ServerRefused`, `ServerUnavailable`."""
         path, body = _question(model, prompt, tokens)
         try:
-            return _understood(self._request("POST", path, body, time.monotonic() + self._timeout_s))
+            value = self._request("POST", path, body, time.monotonic() + self._timeout_s)
         except Answer as answer:
             if answer.status in (400, 413, 422) or answer.status in TRANSIENT:
                 return Asked(0, problem=str(answer))
             raise self._explained(answer) from None
+        if not isinstance(value.get("choices"), list):
+            return Asked(0, problem=f"the server answers without having computed: {self._shown(json.dumps(value))}")
+        return _understood(value)
 
     def stop(self) -> None:
         """Let go of requests under way; nothing is tried again."""
         self._stopped.set()
-        for connection in list(self._live):
-            with contextlib.suppress(OSError, AttributeError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
+        for live in list(self._live):
+            _cut(live)
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None, deadline: float) -> dict[str, Any]:
         pause_s = _FIRST_PAUSE_S
@@ -130,18 +133,31 @@ class OpenAIServer:
                     raise
             except (OSError, http.client.HTTPException) as problem:
                 if isinstance(problem, ssl.SSLError | UnicodeError):
-                    raise ServerRefused(f"{self.url}: {_reason(problem)}; is it http or https?") from None
+                    raise ServerRefused(f"{self.url}: {self._reason(problem)}; is it http or https?") from None
                 wait_s = pause_s
                 if time.monotonic() + wait_s > deadline or self._stopped.is_set():
+                    reason = self._reason(problem)
                     raise ServerUnavailable(
-                        f"{self.url} does not answer: {_reason(problem)}; is the server running, and the URL right?"
+                        f"{self.url} does not answer: {reason}; is the server running, and the URL right?"
                     ) from None
             self._sleep(wait_s * random.uniform(0.8, 1.2))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _try(self, method: str, path: str, body: Mapping[str, Any] | None, deadline: float) -> dict[str, Any]:
-        connection = self._connect(max(0.1, min(_ATTEMPT_S, deadline - time.monotonic())))
-        self._live.add(connection)
+        timeout_s = max(0.1, min(_ATTEMPT_S, deadline - time.monotonic()))
+        connection = self._connect(timeout_s)
+        connection.connect()
+        live = connection.sock  # the connection lets go of it while an answer without a length is read
+        is_late = threading.Event()
+
+        def give_up() -> None:  # however slowly bytes drip in
+            is_late.set()
+            _cut(live)
+
+        late = threading.Timer(timeout_s, give_up)
+        late.daemon = True
+        late.start()
+        self._live.add(live)
         try:
             headers = {"Accept": "application/json", "Content-Type": "application/json"}
             if self._api_key:
@@ -150,11 +166,15 @@ class OpenAIServer:
             connection.request(method, self._target.path + path, content, headers)
             response = connection.getresponse()
             data = response.read(_MOST_ANSWER_BYTES)
+            is_cut = not data if response.length is None else response.length > 0
+            if is_late.is_set() or (is_cut and len(data) < _MOST_ANSWER_BYTES):
+                raise http.client.IncompleteRead(data, response.length)
             if response.status != 200:
-                raise Answer(response.status, _message(data), _retry_after(response.getheader("Retry-After")))
+                raise Answer(response.status, self._message(data), _retry_after(response.getheader("Retry-After")))
             return self._parsed(path, data)
         finally:
-            self._live.discard(connection)
+            late.cancel()
+            self._live.discard(live)
             connection.close()
 
     def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
@@ -164,16 +184,36 @@ class OpenAIServer:
         return http.client.HTTPConnection(host, port, timeout=timeout_s)
 
     def _parsed(self, path: str, data: bytes) -> dict[str, Any]:
-        try:
-            value = json.loads(data)
-        except ValueError:
-            value = None
+        value = _json(data)
         if not isinstance(value, dict):
             raise ServerRefused(
-                f"{self.url}{path} does not answer as an OpenAI-compatible server does: {_shown(data)}; "
+                f"{self.url}{path} does not answer as an OpenAI-compatible server does: {self._shown(data)}; "
                 "expected a base URL such as http://127.0.0.1:8000/v1"
             )
         return value
+
+    def _message(self, data: bytes) -> str:
+        """What an error says, in whatever form the server puts it."""
+        value = _json(data)
+        for field in ("error", "detail", "message"):
+            inner = value.get(field) if isinstance(value, dict) else None
+            if isinstance(inner, dict):
+                inner = inner.get("message")
+            if isinstance(inner, str):
+                return self._shown(inner)
+        return self._shown(data)
+
+    def _reason(self, problem: BaseException) -> str:
+        return self._shown(getattr(problem, "strerror", None) or str(problem) or type(problem).__name__)
+
+    def _shown(self, data: bytes | str) -> str:
+        """The beginning of what the server said, on one line, without the key."""
+        text = data.decode("utf-8", "replace") if isinstance(data, bytes) else data
+        if self._api_key:
+            for form in (self._api_key, json.dumps(self._api_key)[1:-1]):
+                text = text.replace(form, "***")
+        text = " ".join(text.split())
+        return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
     def _explained(self, answer: Answer) -> ServerRefused | ServerUnavailable:
         """An error that concerns every request."""
@@ -297,25 +337,26 @@ def _understood(value: Mapping[str, Any]) -> Asked:
     return Asked(0, num_tokens, cached if isinstance(cached, int) else None, tokens)
 
 
-def _message(data: bytes) -> str:
-    """What an error says, in whatever form the server puts it."""
+def _sendable(key: str | None) -> str | None:
+    """The key without white space around it. Raises `ServerRefused`, without telling it, for what no header holds."""
+    key = (key or "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ServerRefused("the key holds characters that cannot be sent; look at the variable that holds it")
+    return key or None
+
+
+def _cut(live: socket.socket) -> None:
+    """End what waits for the other side."""
+    with contextlib.suppress(OSError):
+        live.shutdown(socket.SHUT_RDWR)
+
+
+def _json(data: bytes) -> object:
+    """None for what is no JSON, or is nested too deeply."""
     try:
-        value = json.loads(data)
-    except ValueError:
-        return _shown(data)
-    for field in ("error", "detail", "message"):
-        inner = value.get(field) if isinstance(value, dict) else None
-        if isinstance(inner, dict):
-            inner = inner.get("message")
-        if isinstance(inner, str):
-            return _shown(inner)
-    return _shown(data)
-
-
-def _shown(data: bytes | str) -> str:
-    text = data.decode("utf-8", "replace") if isinstance(data, bytes) else data
-    text = " ".join(text.split())
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _length(value: object) -> int | None:
@@ -328,10 +369,6 @@ def _retry_after(value: str | None) -> float | None:
         return None
     with contextlib.suppress(ValueError):
         return max(0.0, float(value))
-    with contextlib.suppress(ValueError, TypeError):
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
     return None
-
-
-def _reason(problem: BaseException) -> str:
-    return getattr(problem, "strerror", None) or str(problem) or type(problem).__name__

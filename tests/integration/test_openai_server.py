@@ -6,7 +6,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 
 import numpy as np
 import pytest
@@ -110,6 +111,90 @@ def test_a_key_is_sent_and_never_told(start: Started) -> None:
         client(server, api_key=f"{KEY}-wrong").models()
     assert "401: Unauthorized" in str(caught.value)
     assert KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions"])
+@pytest.mark.parametrize(
+    ("status", "data"),
+    [
+        (401, b'{"error": {"message": "bad key KEY"}}'),
+        (401, b'{"error": {"message": "' + b"x" * 290 + b' KEY"}}'),
+        (400, b"Authorization: Bearer KEY"),
+        (418, b"KEY"),
+        (302, b"KEY"),
+        (200, b"KEY"),
+        (200, b'{"data": ["KEY"], "error": "KEY"}'),
+        (200, b'{"data": [{"id": "KEY"}]}'),
+    ],
+)
+def test_a_key_that_the_server_repeats_is_not_told(start: Started, path: str, status: int, data: bytes) -> None:
+    server = start(respond=lambda asked: (status, data.replace(b"KEY", KEY.encode())) if asked == path else None)
+    ours, told = client(server, api_key=f" {KEY}\n"), ""
+    try:
+        if path == "/v1/models":
+            ours.choose("another")
+        told = ours.compute("tiny", TEXT, None).problem
+    except ServerRefused as refused:
+        told = str(refused)
+    assert told
+    assert KEY[:6] not in told
+
+
+@pytest.mark.parametrize("key", ["sk-a\nb", "sk-\u20ac", "sk-\x00"])
+def test_a_key_that_no_header_holds_is_refused_and_not_told(key: str) -> None:
+    with pytest.raises(ServerRefused, match="cannot be sent") as caught:
+        OpenAIServer("http://127.0.0.1:1", api_key=key)
+    assert "sk-" not in str(caught.value)
+
+
+@contextmanager
+def answering(*answers: bytes, drip: bool = False) -> Iterator[str]:
+    """Raw bytes for each connection in turn, the last for all that follow; with `drip` one byte after the other."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        is_over = threading.Event()
+
+        def answer(connection: socket.socket, data: bytes) -> None:
+            with connection, suppress(OSError):
+                connection.recv(65_536)
+                connection.sendall(data)
+                while drip and not is_over.wait(0.02):
+                    connection.sendall(b" ")
+
+        def serve() -> None:
+            with suppress(OSError):
+                for number in count():
+                    connection = listening.accept()[0]
+                    data = answers[min(number, len(answers) - 1)]
+                    threading.Thread(target=answer, args=(connection, data), daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            is_over.set()
+            listening.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("begun", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n{"])
+def test_bytes_that_drip_in_do_not_move_the_deadline(begun: bytes) -> None:
+    with answering(begun, drip=True) as url, pytest.raises(ServerUnavailable, match="does not answer"):
+        OpenAIServer(url, timeout_s=0.4).compute("tiny", TEXT, None)
+
+
+def test_an_answer_that_is_cut_short_is_asked_for_again() -> None:
+    whole = b'HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\n{"choices": [{}], "usage": {"prompt_tokens": 5}}  '
+    with answering(whole[:60], whole[:20], whole) as url:
+        asked = OpenAIServer(url, timeout_s=5.0, sleep=lambda seconds: None).compute("tiny", TEXT, None)
+    assert (asked.num_tokens, asked.problem) == (5, "")
+
+
+@pytest.mark.parametrize("data", [b"[" * 200_000, b'{"error": ' * 200_000, b"\xff\x00", b'{"choices": 1e999999}'])
+@pytest.mark.parametrize("status", [200, 400, 503])
+def test_hostile_json_is_an_error_that_says_so(start: Started, status: int, data: bytes) -> None:
+    server = start(respond=lambda path: (status, data), headers={"Retry-After": "Mon, 01 Jan 0001 00:00:00 -0000"})
+    ours = client(server, timeout_s=0.2, sleep=time.sleep)
+    with suppress(ServerRefused):
+        assert ours.compute("tiny", TEXT, None).problem
 
 
 @pytest.mark.parametrize(
