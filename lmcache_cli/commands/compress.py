@@ -31,7 +31,7 @@ SUMMARY = (
     examples=(
         "lmcache compress --store /srv/kv --dry-run",
         "lmcache compress --store /srv/kv --unused-for 1d --max-duration 2h -q --json",
-        "lmcache compress --store /srv/kv --codec raw --filter model=org/*",
+        "lmcache compress --store /srv/kv --codec raw --filter 'model=org/*'",
         "lmcache compress --store /srv/kv --codec uq --lossy --unused-for 30d",
         "lmcache compress --evaluate --model ./SmolLM2 --documents handbook.txt faq.txt",
     ),

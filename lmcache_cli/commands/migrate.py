@@ -31,7 +31,7 @@ SUMMARY = (
     examples=(
         "lmcache migrate /srv/kv s3://bucket/kv --dry-run",
         "lmcache migrate /srv/kv s3://bucket/kv --unused-for 7d --delete-source --codec bfx -q --json",
-        "lmcache migrate /srv/kv /mnt/other --filter model=org/* --bandwidth-limit 50MB",
+        "lmcache migrate /srv/kv /mnt/other --filter 'model=org/*' --bandwidth-limit 50MB",
         "lmcache migrate /srv/kv-tp4 /srv/kv-tp2 --reshard tp=2",
         "lmcache migrate /srv/kv /mnt/other --to-format 1",
     ),

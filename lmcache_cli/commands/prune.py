@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         "lmcache prune --store /srv/kv --unused-for 30d --dry-run",
         "lmcache prune --store /srv/kv --max-size 500GB --yes -q --json",
         "lmcache prune --store /srv/kv --stale-models --superseded --yes",
-        "lmcache prune --store /srv/kv --filter model=org/* --older-than 90d --yes --wait",
+        "lmcache prune --store /srv/kv --filter 'model=org/*' --older-than 90d --yes --wait",
         "lmcache prune --store /srv/kv --sweep-only",
     ),
     exit_codes=(ExitCode.DAMAGE, ExitCode.NO_STORE, ExitCode.TOO_NEW, ExitCode.INTERRUPTED),

@@ -28,11 +28,12 @@ MOST_WARNINGS = 20
 _POLL_S = 1.0
 SUMMARY = (
     "{num_marked} of {num_shards} shards marked ({marked_bytes}), {num_swept} deleted ({swept_bytes}), "
-    "{num_waiting} wait for a sweep; {kept_bytes} in {kept_chunks} chunks stay; {num_failures} failures"
+    "{num_waiting} wait for a sweep; of those looked at {kept_chunks} chunks stay ({kept_bytes}); "
+    "{num_failures} failures"
 )
 PLANNED = (
     "{num_shards} shards of {num_chunks} chunks to mark ({size_bytes}), {num_due} of {num_waiting} marked shards to "
-    "delete; {kept_bytes} in {kept_chunks} chunks stay"
+    "delete; of those looked at {kept_chunks} chunks stay ({kept_bytes})"
 )
 
 MaxDelete = Annotated[
