@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from lmcache_cli.store import ChunkBuffer, ChunkRef, Entry, Match, Namespace, Store
 from lmcache_cli.store.acceptances import read_acceptances
-from lmcache_cli.store.chain import StoreChain
+from lmcache_cli.store.chain import ChainedNamespace, StoreChain
 from lmcache_format.acceptance import Acceptance
 from lmcache_format.dtypes import Dtype
 from lmcache_format.keys import ChunkKey, MultimodalItem, Tokens
@@ -90,15 +90,26 @@ def judged(differences: Sequence[KvDifference]) -> tuple[KvDifference, float, fl
 
 class AcceptedNamespace:
     """A namespace as one engine may use it: a match ends before the first chunk that is neither the engine's own nor of
-    one whose KV it takes. See `AcceptedNamespaces`."""
+    one whose KV it takes. See `AcceptedNamespaces`.
+
+    Reads of a chain are held to the same: where the store that a match counted on fails, another one is asked, whose
+    shard may be by somebody else.
+    """
 
     def __init__(self, namespace: Namespace, owner: AcceptedNamespaces) -> None:
         self._namespace = namespace
+        if isinstance(namespace, ChainedNamespace):
+            namespace.takes = self.takes
         self._owner = owner
         self._acceptances: list[Acceptance] = []
         self._read_at = -float("inf")
         self._producers: dict[str, Mapping[str, Any]] = {}
         self._told: set[str] = set()
+
+    @property
+    def namespace(self) -> Namespace:
+        """The namespace itself, for loading what a match found."""
+        return self._namespace
 
     def root(self, salt: str | bytes | None = None) -> ChunkKey:
         """See `Namespace.root`."""
@@ -138,8 +149,10 @@ class AcceptedNamespace:
 
     def _is_usable(self, entry: Entry) -> bool:
         producer = self._producers.get(entry.nonce)
-        if producer is None:  # its header cannot be read now
-            return False
+        return producer is not None and self.takes(producer)  # None: its header cannot be read now
+
+    def takes(self, producer: Mapping[str, Any]) -> bool:
+        """Whether the engine loads what this producer computed."""
         if producer.get("engine") == self._owner.consumer["engine"] or self._is_accepted(producer):
             return True
         self._refresh()

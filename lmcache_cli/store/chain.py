@@ -26,7 +26,7 @@ from .acceptances import copy_acceptances, read_acceptances
 from .chunk import ChunkBuffer
 from .errors import NoSuchNamespace, Refused, StoreError
 from .events import Event, Events
-from .far import FarNamespace, FarOptions, FarStore
+from .far import FarNamespace, FarOptions, FarStore, Takes
 from .live_index import WriterOptions
 from .matching import ChunkRef, Match, ReadResult
 from .namespace import Namespace
@@ -71,6 +71,8 @@ class ChainedNamespace(Namespace):
     """
 
     behind: tuple[FarNamespace, ...] = ()
+    takes: Takes | None = None
+    """Whose shards a read takes from the stores behind, for a reader that cares who computed; None: anybody's."""
     _promoter: Promoter | None = None
 
     def __init__(
@@ -206,7 +208,7 @@ class ChainedNamespace(Namespace):
         told = first
         for far in self.behind:
             try:
-                fetched = far.read(chunk, out)
+                fetched = far.read(chunk, out, self.takes)
             except ReadFault as fault:
                 told = fault if told.fault is Fault.MISSING else told
                 continue

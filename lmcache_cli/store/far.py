@@ -10,12 +10,12 @@ from __future__ import annotations
 import threading
 import time
 from asyncio import CancelledError
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from lmcache_cli.backends import Backend, BackendError, Capabilities, CircuitOpen, ReadHandle, open_backend
 from lmcache_cli.backends.breaker import CircuitBreaker
@@ -43,6 +43,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _TRIES = 3
 _NEVER = -float("inf")
+
+Takes = Callable[[Mapping[str, Any]], bool]
+"""Whether shards of a producer may be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,12 @@ class Fetched:
         """Whether it can be written to another store under its right name. A lossy shard is kept as a whole or not at
         all: decoded, its loss would be hidden."""
         return self.buffer is None or is_lossless_label(self.wanted.encoding)
+
+    @property
+    def producer(self) -> Mapping[str, Any]:
+        """Who computed it, of a shard that was placed."""
+        header = self.header or read_header(MemoryHandle(self.wanted.name.path, self.lease.view, self.version))
+        return header.meta.producer
 
     def place(self, backend: Backend, out: ChunkBuffer) -> None:
         """Check it, and fill its piece of `out`. Raises `ReadFault`."""
@@ -270,8 +279,9 @@ class FarNamespace:
             self._events.problem(Event.FAR_UNAVAILABLE, self.url, f"headers took over {self.options.timeout_s:g} s")
         return found
 
-    def read(self, chunk: ChunkRef, out: ChunkBuffer) -> list[Fetched]:
-        """Fill `out` with a chunk, every byte checked; returns what was fetched, for the caller to give back.
+    def read(self, chunk: ChunkRef, out: ChunkBuffer, takes: Takes | None = None) -> list[Fetched]:
+        """Fill `out` with a chunk, every byte checked; returns what was fetched, for the caller to give back. Shards
+        of producers that are not taken count as missing.
 
         Blocks until the deadline at most. Raises `ReadFault`; `out` then holds unspecified bytes, and nobody writes to
         it.
@@ -287,7 +297,7 @@ class FarNamespace:
         except CircuitOpen as problem:
             raise ReadFault(Fault.UNAVAILABLE, path, problem) from problem
         try:
-            fetched = self._read(namespace, chunk, out)
+            fetched = self._read(namespace, chunk, out, takes)
         except ReadFault as fault:
             if fault.fault is Fault.UNAVAILABLE:
                 self.breaker.failed()
@@ -344,7 +354,7 @@ class FarNamespace:
             else:
                 self.breaker.answered()
 
-    def _read(self, namespace: Namespace, chunk: ChunkRef, out: ChunkBuffer) -> list[Fetched]:
+    def _read(self, namespace: Namespace, chunk: ChunkRef, out: ChunkBuffer, takes: Takes | None) -> list[Fetched]:
         """From whatever shards hold it; a faulty one leaves the view, and the others are tried."""
         deadline = time.monotonic() + self.options.timeout_s
         last: ReadFault | None = None
@@ -354,7 +364,13 @@ class FarNamespace:
                 break
             pieces = pick([entry.part for entry in entries], out.part)
             try:
-                return self._read_pieces(namespace, chunk, [(entries[n], piece) for n, piece in pieces], out, deadline)
+                fetched = self._read_pieces(
+                    namespace, chunk, [(entries[n], piece) for n, piece in pieces], out, deadline
+                )
+                _check_producers(fetched, takes)
+                return fetched
+            except _NotTaken:
+                raise
             except ReadFault as fault:
                 last = fault
                 if fault.fault in (Fault.UNAVAILABLE, Fault.TOO_NEW):
@@ -483,6 +499,19 @@ class _Fetch:
         """Nobody waits any more."""
         self.future.cancel()
         self.future.add_done_callback(_release)
+
+
+class _NotTaken(ReadFault):
+    """Sound, and computed by an engine whose KV the reader does not take."""
+
+
+def _check_producers(fetched: Sequence[Fetched], takes: Takes | None) -> None:
+    """Raise `_NotTaken`, with all given back, unless the reader takes every shard."""
+    if takes is None or all(takes(one.producer) for one in fetched):
+        return
+    for one in fetched:
+        one.lease.release()
+    raise _NotTaken(Fault.MISSING, fetched[0].wanted.name.path, "computed by an engine whose KV is not accepted")
 
 
 class _Open(BackendWrapper):

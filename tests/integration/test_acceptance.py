@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from lmcache_cli.integration.acceptance import AcceptedNamespaces, compare_kv, judged, signature
 from lmcache_cli.store import ChunkBuffer, Store, WriterOptions
 from lmcache_cli.store.acceptances import write_acceptance
+from lmcache_cli.store.chain import StoreChain
 from lmcache_format.acceptance import Acceptance
 from lmcache_format.geometry import whole_part
 from lmcache_format.identity import Identity
@@ -138,6 +140,32 @@ def test_a_chunk_that_was_written_anew_is_asked_again(
         fresh.load(fresh.match(document(T)))
     put(store, document(T), HF)
     assert hit(accepted, document(T)) == 0
+
+
+@pytest.mark.parametrize("is_accepted", [False, True])
+@pytest.mark.parametrize("layers", [None, (0, 1)])
+def test_an_archive_gives_nothing_of_others_in_the_place_of_what_was_lost(
+    store: Store, clock: Clock, tmp_path: Path, is_accepted: bool, layers: tuple[int, int] | None
+) -> None:
+    """A match counted on a chunk of the nearest store, which is gone when it is read; the archive has another's."""
+    tokens = document(3 * T)
+    with Store.create(str(tmp_path / "far")) as far:
+        put(far, tokens, HF)
+    put(store, tokens, VLLM)
+    if is_accepted:
+        record(store)
+    need = None if layers is None else replace(whole_part(IDENTITY), layer_start=layers[0], layer_stop=layers[1])
+    with StoreChain.open([store.url, str(tmp_path / "far")]) as chain:
+        with chain.namespace(IDENTITY, need=need) as namespace:
+            ours = AcceptedNamespaces(chain, lambda adapter: namespace, CONSUMER, clock=clock).of(None)
+            match = ours.match(tokens)
+            assert match.num_tokens == 3 * T
+            key = refs(IDENTITY, tokens)[1].key.hex()
+            next((tmp_path / "kv").rglob(f"{key}.*")).unlink()
+            _, result = ours.namespace.load(match)
+            assert namespace.wait_promoted(10)
+            assert result.num_chunks == (3 if is_accepted else 1)
+            assert len(list((tmp_path / "kv").rglob(f"{key}.*"))) == is_accepted
 
 
 def buffers(identity: Identity, values: np.ndarray) -> list[ChunkBuffer]:

@@ -25,7 +25,7 @@ from .versions import require_version
 if TYPE_CHECKING:
     from lmcache_cli.integration.acceptance import AcceptedNamespaces
     from lmcache_cli.runtime.namespaces import Namespaces
-    from lmcache_cli.store import Store
+    from lmcache_cli.store import Namespace, Store
     from lmcache_cli.store.chain import StoreChain
     from lmcache_format.geometry import Part
     from lmcache_format.identity import Identity
@@ -143,7 +143,7 @@ class LMCacheStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         pools = [MemoryPool(identity, part, 8) for _ in range(2)]
         cores = parent_cores() if _is_cpu() else None
         self.worker = StoreWorker(
-            self._namespaces.of,
+            self._readable_of(store),
             pages,
             loader=Loader(pages, pools[0], timeout_s=options.load_timeout_s, cores=cores),
             async_loader=Loader(pages, pools[1], timeout_s=options.load_timeout_s, cores=cores),
@@ -154,6 +154,18 @@ class LMCacheStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             cores=cores,
             is_near=store.backend.capabilities.cheap_stat,
         )
+
+    def _readable_of(self, store: Store | StoreChain) -> Callable[[str | None], Namespace]:
+        """Where the worker reads and writes; what an archive gives is held to what the scheduler's half accepts."""
+        from lmcache_cli.integration.acceptance import AcceptedNamespaces
+
+        from .identity import consumer
+
+        assert self._namespaces is not None
+        if self.options.accept_unprobed or not self.options.archive:
+            return self._namespaces.of
+        accepted = AcceptedNamespaces(store, self._namespaces.of, consumer())
+        return lambda adapter: accepted.of(adapter).namespace
 
     def _open_store(self) -> Store | StoreChain:
         from lmcache_cli.store.chain import StoreChain
