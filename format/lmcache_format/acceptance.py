@@ -7,6 +7,7 @@ computed what they load; no reader of shards needs them.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from .identity import Fingerprint
 MAX_ACCEPTANCE_BYTES = 65_536
 _FORMAT = "lmcache-acceptance"
 _VERSION = 1
+_LARGEST = 1e15
 _DECIMAL = re.compile(r"-?[0-9]{1,16}(\.[0-9]{1,16})?")
 _FIELDS = ("consumer", "cosine", "created", "fingerprint", "num_tokens", "passed", "producer", "relative_l2")
 
@@ -49,17 +51,18 @@ class Acceptance:
         return all(producer.get(field) == value for field, value in self.producer.items())
 
     def to_json(self) -> bytes:
-        """Canonical JSON; numbers that are none of JSON's whole ones are text."""
+        """Canonical JSON; numbers that are none of JSON's whole ones are text. A figure that is no number, or has too many
+        digits, is written as the worst there is: a probe that failed like that must count."""
         value = {
             "consumer": dict(self.consumer),
-            "cosine": f"{self.cosine:.6f}",
+            "cosine": _decimal(self.cosine, worst=-1.0),
             "created": self.created_ms,
             "fingerprint": self.fingerprint,
             "format": _FORMAT,
             "num_tokens": self.num_tokens,
             "passed": self.passed,
             "producer": dict(self.producer),
-            "relative_l2": f"{self.relative_l2:.6f}",
+            "relative_l2": _decimal(self.relative_l2, worst=_LARGEST),
             "version": _VERSION,
         }
         return dump_canonical(value, error=AcceptanceError)
@@ -72,7 +75,7 @@ class Acceptance:
         value = load_strict(data, error=AcceptanceError)
         if not isinstance(value, dict) or value.get("format") != _FORMAT:
             raise AcceptanceError("not an acceptance", expected=_FORMAT, found=str(value)[:100])
-        if value.get("version") != _VERSION:
+        if isinstance(value.get("version"), bool) or value.get("version") != _VERSION:
             raise UnsupportedVersion("acceptance of another version", expected=_VERSION, found=value.get("version"))
         if dump_canonical(value, error=AcceptanceError) != data:
             raise AcceptanceError("acceptance is not in its canonical form")
@@ -105,6 +108,10 @@ def _texts(value: Mapping[str, Any], field: str) -> dict[str, str]:
     if not is_flat or "engine" not in found:
         raise AcceptanceError(f"{field!r} is an object of text with an 'engine'", found=str(found)[:100])
     return dict(found)
+
+
+def _decimal(figure: float, worst: float) -> str:
+    return f"{worst if math.isnan(figure) else min(max(figure, -_LARGEST), _LARGEST):.6f}"
 
 
 def _number(value: Mapping[str, Any], field: str) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,10 +37,21 @@ def test_what_is_written_is_read_and_lies_where_it_belongs():
         assert found.concerns(producer) == MADE.concerns(producer)
 
 
+@pytest.mark.parametrize("relative_l2", [math.nan, math.inf, 1e30, 2.0])
+@pytest.mark.parametrize("cosine", [math.nan, -math.inf, 0.5])
+def test_a_probe_that_failed_counts_whatever_its_figures_are(relative_l2: float, cosine: float):
+    failed = replace(MADE, passed=False, relative_l2=relative_l2, cosine=cosine)
+    found = Acceptance.from_json(failed.to_json())
+    assert (found.passed, found.name, parse_acceptance(failed.to_json()).passed) == (False, MADE.name, False)
+    assert found.relative_l2 >= 2.0
+    assert found.cosine <= 0.5
+
+
 CHANGES: list[dict[str, Any]] = [
     {"later": [1, 2]},
     {"version": 2},
     {"version": "1"},
+    {"version": True},
     {"format": "lmcache-store"},
     {"passed": 1},
     {"passed": None},

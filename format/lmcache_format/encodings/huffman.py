@@ -72,19 +72,21 @@ class DirectCoder(Coder):
             raise ImportError(f"zstandard.backend_cffi: {problem}") from None
         self._compressing = self._ffi.gc(zstd.ZSTD_createCCtx(), zstd.ZSTD_freeCCtx)
         self._decompressing = self._ffi.gc(zstd.ZSTD_createDCtx(), zstd.ZSTD_freeDCtx)
+        if not (self._compressing and self._decompressing):
+            raise MemoryError("zstd has no memory for its contexts")
         for name, value in parameters.items():
             if zstd.ZSTD_isError(zstd.ZSTD_CCtx_setParameter(self._compressing, name, value)):
                 raise ImportError(f"zstandard.backend_cffi: parameter {name} cannot be {value}")
 
     def compress_into(self, data: Array8, room: Array8) -> int | None:
         """See `Coder`."""
-        source, target = self._ffi.from_buffer(data), self._ffi.from_buffer(room)
+        source, target = self._ffi.from_buffer(data), self._ffi.from_buffer(room, require_writable=True)
         size = self._zstd.ZSTD_compress2(self._compressing, target, room.size, source, data.size)
         return None if self._zstd.ZSTD_isError(size) else int(size)
 
     def decompress_into(self, frame: Array8, out: Array8) -> int | None:
         """See `Coder`."""
-        source, target = self._ffi.from_buffer(frame), self._ffi.from_buffer(out)
+        source, target = self._ffi.from_buffer(frame), self._ffi.from_buffer(out, require_writable=True)
         size = self._zstd.ZSTD_decompressDCtx(self._decompressing, target, out.size, source, frame.size)
         return None if self._zstd.ZSTD_isError(size) else int(size)
 

@@ -104,6 +104,17 @@ def test_wrong_sizes_and_buffers_are_refused(name: str) -> None:
         encoding.decode_many([stored], [spec, spec], np.empty(2 * spec.nbytes, np.uint8))
 
 
+@pytest.mark.parametrize("coder", [huffman.DirectCoder, huffman.PlainCoder])
+def test_memory_that_is_not_to_be_written_to_is_not(coder: type[huffman.Coder]) -> None:
+    data = np.zeros(1000, np.uint8)
+    frame = coder().compress_into(data, room := np.empty(200, np.uint8))
+    read_only = np.frombuffer(bytes(1000), np.uint8)
+    for work in (coder().compress_into, coder().decompress_into):
+        with pytest.raises((ValueError, BufferError)):
+            work(data if work.__name__ == "compress_into" else room[:frame], read_only)
+    assert not read_only.any()
+
+
 def test_unaligned_output_is_filled_all_the_same() -> None:
     encoding, spec = get_encoding("bfx"), spec_of(SHAPE)
     raw = kv_like(SHAPE).tobytes()

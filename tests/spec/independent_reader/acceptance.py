@@ -36,7 +36,7 @@ def parse_acceptance(data: bytes) -> Acceptance:
     value = strict_json.parse(data)
     if not isinstance(value, dict) or value.get("format") != "lmcache-acceptance":
         raise damaged("no acceptance")
-    if value.get("version") != 1:
+    if value.get("version") != 1 or isinstance(value["version"], bool):
         raise later("version")
     if strict_json.canonical(value) != data:
         raise damaged("not canonical JSON")
