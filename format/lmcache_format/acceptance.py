@@ -51,8 +51,8 @@ class Acceptance:
         return all(producer.get(field) == value for field, value in self.producer.items())
 
     def to_json(self) -> bytes:
-        """Canonical JSON; numbers that are none of JSON's whole ones are text. A figure that is no number, or has too many
-        digits, is written as the worst there is: a probe that failed like that must count."""
+        """Canonical JSON; numbers that are none of JSON's whole ones are text. A figure that is no number, or too long
+        a one, is written as the worst there is: a probe that failed like that must count."""
         value = {
             "consumer": dict(self.consumer),
             "cosine": _decimal(self.cosine, worst=-1.0),
