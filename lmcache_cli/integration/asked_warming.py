@@ -75,7 +75,7 @@ class _Item:
 
     @property
     def is_done(self) -> bool:
-        return self.present >= self.wanted
+        return 0 < self.wanted <= self.present
 
 
 def warm_through(
@@ -120,7 +120,7 @@ def warm_through(
         _count(namespace, items, known, report)
         report.num_complete = sum(item.is_done for item in items)
         if report.num_complete < len(items):
-            label_progress(namespace, [_cut(item) for item in items if not item.is_done])
+            label_progress(namespace, [_cut(item) for item in items if item.wanted and not item.is_done])
         namespace.flush()
         report.seconds = clock() - started
     return report
@@ -167,10 +167,13 @@ def _items(
         if count == 0:
             report.failures.append((document.name, "the document is empty: there is nothing to compute"))
         elif wanted == 0:
-            reason = f"its {count} tokens fill no chunk of {size}; with partial_chunks the connector saves them"
-            report.failures.append((document.name, reason))
+            report.failures.append((document.name, _too_short(count, size)))
         else:
             yield _Item(number, document, wanted, _look(namespace, document))
+
+
+def _too_short(num_tokens: int, chunk_tokens: int) -> str:
+    return f"its {num_tokens} tokens fill no chunk of {chunk_tokens}; with partial_chunks the connector saves them"
 
 
 def _cut(item: _Item) -> WarmDocument:
@@ -218,6 +221,11 @@ def _rounds(
                 continue
             if asked.tokens is not None and item.is_guess:
                 _learn(namespace, item, asked.tokens, saves_tails=asker.saves_tails)
+                if not item.wanted:
+                    failed.add(asked.number)
+                    reason = _too_short(len(asked.tokens), namespace.identity.chunk_tokens)
+                    report.failures.append((item.document.name, reason))
+                    continue
             cached = item.present if asked.num_cached is None else asked.num_cached
             report.tokens_computed += max(0, asked.num_tokens - cached)
             _tell(item, len(item.document.tokens), progress)

@@ -296,6 +296,25 @@ def test_a_chat_is_stored_under_the_servers_own_tokens(run: Inside, server: Fake
     assert shown(run) == {"chat": "complete"}
 
 
+@pytest.mark.parametrize("tokens", [[], [1, 2]])
+def test_a_server_that_tells_of_too_few_tokens_completes_nothing(
+    run: Inside, server: FakeServer, tmp_path: Path, tokens: list[int]
+) -> None:
+    write_prompts(tmp_path, {"chat": {"messages": [{"role": "user", "content": "What is in it?"}]}})
+    answer = json.dumps({"choices": [{"prompt_token_ids": tokens}], "usage": {"prompt_tokens": -5}}).encode()
+    server.respond = lambda path: (200, answer) if "chat" in path else None
+    ran = ask(run, server)
+    assert (ran.code, summary(ran)["num_complete"]) == (3, 0)
+    assert f"its {len(tokens)} tokens fill no chunk of 4".encode() in ran.stderr
+
+
+def test_a_process_that_answers_with_anything_else_is_told(run: Inside, engine: Fake) -> None:
+    engine("garbled")
+    ran = run(*WARM, "--engine", "vllm")
+    assert ran.code == 1
+    assert b"vLLM's process said what is no answer: 'a plugin says hello'" in ran.stderr
+
+
 def test_a_server_that_does_not_save_here_is_told(run: Inside, server: FakeServer) -> None:
     server.save = lambda tokens, salt: None
     ran = ask(run, server)

@@ -135,7 +135,11 @@ class EngineProcess:
         line = self._stdout.readline()
         if not line:
             raise self._failure()
-        return dict(json.loads(line))
+        try:
+            return dict(json.loads(line))
+        except (ValueError, TypeError):
+            said = line[:200].decode("utf-8", "replace").strip()
+            raise EngineFailed(f"vLLM's process said what is no answer: {said!r}; does a plugin write to it?") from None
 
     def _failure(self) -> EngineFailed:
         with contextlib.suppress(subprocess.TimeoutExpired):

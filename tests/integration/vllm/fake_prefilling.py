@@ -53,6 +53,8 @@ def main(mode: str) -> None:
             if mode == "dies":
                 sys.stderr.write("ERROR: torch.OutOfMemoryError: no memory\n")
                 sys.exit(1)
+            if mode == "garbled":
+                sys.stdout.write("a plugin says hello\n")
             if mode == "slow":
                 time.sleep(0.3)
             say({"number": asked["number"], "problem": "", **save(namespace, asked, mode, options)})
