@@ -190,7 +190,8 @@ class WriteChoice:
         try:
             encoding = get_encoding(self.codec)
         except UnsupportedVersion:
-            raise Refused(f"unknown codec {self.codec!r}", f"use one of {', '.join(encoding_names())}") from None
+            lossless = ", ".join(name for name in encoding_names() if get_encoding(name).lossless)
+            raise Refused(f"unknown codec {self.codec!r}", f"use one of {lossless}") from None
         if not encoding.lossless:
             raise Refused(f"codec {self.codec} loses precision", "warm with a lossless one, such as raw or bfx")
         if self.keep_tokens and (server.server_url is not None or choice.engine is EngineName.VLLM):

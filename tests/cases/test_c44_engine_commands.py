@@ -138,7 +138,7 @@ def test_wrong_input_is_exit_2(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--codec", "lzma"), b"unknown codec 'lzma'"),
+        (("--codec", "lzma"), b"unknown codec 'lzma'\n  next: use one of raw, bfx, huf8\n"),
         (("--codec", "int8"), b"codec int8 loses precision"),
         (
             ("--piece-tokens", "7"),

@@ -29,7 +29,7 @@ class Bucket(ABC):
 
     def _no_bucket(self) -> Unavailable:
         return Unavailable(
-            f"{self.url}: there is no bucket {self._where.bucket!r}; make it, or correct the URL",
+            f"{self.url}: there is no bucket {self._where.bucket!r}",
             transient=False,
             next_step="make the bucket, or correct the URL",
         )
