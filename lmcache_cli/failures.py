@@ -36,6 +36,8 @@ def explain(error: BaseException) -> Failure:
         next_step = getattr(error, "next_step", "") or rule.next_step
         return Failure(_text(error), next_step, rule.exit_code)
     match error:
+        case ModuleNotFoundError(name=str(name)) if extra := _EXTRAS.get(name.partition(".")[0]):
+            return Failure(f"{name} is not installed", f"pip install 'lmcache-toolkit[{extra}]'", ExitCode.ERROR)
         case OSError(strerror=str(reason)):
             return Failure(f"{_names(error)}{reason}", "", ExitCode.ERROR)
         case Exception():
@@ -99,6 +101,17 @@ _RULES = {
         ExitCode.ERROR, "check that the store can be reached, then run it again"
     ),
     "lmcache_cli.backends.errors.BackendError": _Rule(ExitCode.ERROR, "run 'lmcache doctor' to check the store"),
+}
+
+# Packages that a base installation lacks, and the extra that brings them.
+_EXTRAS = {
+    "torch": "hf",
+    "transformers": "hf",
+    "tokenizers": "hf",
+    "safetensors": "hf",
+    "s3fs": "s3",
+    "gcsfs": "gcs",
+    "vllm": "vllm",
 }
 
 

@@ -20,11 +20,15 @@ from __future__ import annotations
 
 
 class BackendError(Exception):
-    """Root of every error a back-end raises; `name` is the object concerned, where there is one."""
+    """Root of every error a back-end raises; `name` is the object concerned, where there is one.
 
-    def __init__(self, message: str, *, name: str | None = None) -> None:
+    `next_step` says what would help, where that is known: refused permissions, missing credentials or packages.
+    """
+
+    def __init__(self, message: str, *, name: str | None = None, next_step: str = "") -> None:
         super().__init__(message)
         self.name = name
+        self.next_step = next_step
 
 
 class BadName(BackendError):
@@ -56,15 +60,11 @@ class Unsupported(BackendError):
 
 
 class Unavailable(BackendError):
-    """The state of the object is unknown. Treat as a miss when reading, give up when deleting.
-
-    `next_step` says what would help, where that is known: refused permissions, missing credentials.
-    """
+    """The state of the object is unknown. Treat as a miss when reading, give up when deleting."""
 
     def __init__(self, message: str, *, name: str | None = None, transient: bool = True, next_step: str = "") -> None:
-        super().__init__(message, name=name)
+        super().__init__(message, name=name, next_step=next_step)
         self.transient = transient
-        self.next_step = next_step
 
 
 class Obstructed(Unavailable):

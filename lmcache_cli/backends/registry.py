@@ -62,7 +62,8 @@ def open_backend(url: str) -> Backend:
     except ImportError as error:
         raise Unsupported(
             f"{name}:// URLs need a package that is not installed ({error.name}); "
-            f"install lmcache-toolkit[{scheme.extra}]"
+            f"install lmcache-toolkit[{scheme.extra}]",
+            next_step=f"pip install 'lmcache-toolkit[{scheme.extra}]'",
         ) from error
     backend = cast(Backend, module.open_url(url))
     if not scheme.is_remote:

@@ -81,8 +81,9 @@ def test_a_directory_with_the_name_of_a_mistyped_url_can_still_be_given(
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(sys.modules, "lmcache_cli.backends.cloud.s3")
-    with pytest.raises(Unsupported, match=r"lmcache-toolkit\[s3\]"):
+    with pytest.raises(Unsupported, match=r"lmcache-toolkit\[s3\]") as raised:
         open_backend("s3://bucket")
+    assert raised.value.next_step == "pip install 'lmcache-toolkit[s3]'"
 
 
 def test_opening_a_directory_imports_no_cloud_client(tmp_path: Path) -> None:

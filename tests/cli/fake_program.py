@@ -25,6 +25,8 @@ def _raise(kind: str, name: str) -> None:
             raise Refused(f"cannot use {name}", "use another one")
         case "os-error":
             Path(name).read_bytes()
+        case "package":
+            raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
         case "unforeseen":
             raise ZeroDivisionError(f"nobody thought of {name}")
 

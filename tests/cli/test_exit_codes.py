@@ -11,6 +11,7 @@ SITUATIONS = [
     ((), 0, b"1 rows printed"),
     (("--code", "3"), 3, b"1 rows printed"),
     (("--fail", "refused"), 2, b"lmcache fake: cannot use plain\n  next: use another one"),
+    (("--fail", "package"), 1, b"transformers is not installed\n  next: pip install 'lmcache-toolkit[hf]'"),
     (("--fail", "os-error"), 1, b"lmcache fake: plain: No such file or directory"),
     (
         ("--fail", "unforeseen"),
