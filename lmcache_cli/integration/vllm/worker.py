@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from asyncio import CancelledError
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -193,7 +194,7 @@ class StoreWorker:
         try:
             request = LoadRequest(op.chunks, op.start, op.stop, op.span)
             outcome = loader.load(self._namespace_of(op.adapter), request)
-        except Exception as problem:  # noqa: BLE001  the serving path: a load may fail, the engine may not
+        except (Exception, CancelledError) as problem:  # noqa: BLE001  the serving path: a load may fail, the engine may not
             _LOG.exception("a load failed")
             outcome = LoadOutcome(op.start, 0, str(problem), op.chunks[0].depth if op.chunks else 0)
         self.counts["bytes_loaded"] += outcome.bytes_read
