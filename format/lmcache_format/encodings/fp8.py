@@ -43,8 +43,7 @@ class Fp8(Lossy):
 
     def _quantise(self, values: Float32, spec: TensorSpec, symbols: Array8) -> Quantised | None:
         heads = values.reshape(values.shape[0], -1)
-        with np.errstate(over="ignore", invalid="ignore"):
-            scale = np.maximum(heads.max(axis=1), -heads.min(axis=1)) / np.float32(LARGEST)
+        scale = np.maximum(heads.max(axis=1), -heads.min(axis=1)) / np.float32(LARGEST)
         scale[scale == 0] = 1
         if not (np.isfinite(scale).all() and (scale >= np.finfo(np.float32).tiny).all()):
             return None

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lmcache_format.encodings.floats import Bits, Float32, from_float32
+from lmcache_format.encodings.floats import Bits, Float32, from_plain_float32
 from lmcache_format.encodings.lossy import NO_ESCAPES, SINK_TOKENS, Lossy, Quantised, with_rounding
 from lmcache_format.encodings.protocol import Parameters
 from lmcache_format.encodings.scratch import scratch
@@ -43,13 +44,17 @@ class Int8(Lossy):
 
     def _quantise(self, values: Float32, spec: TensorSpec, symbols: Array8) -> Quantised | None:
         rows = values.reshape(-1, values.shape[2])
-        with np.errstate(over="ignore", invalid="ignore"):
-            largest = _largest_magnitudes(rows)
-            scale = (largest / MAX_SYMBOL).astype(np.float16)
+        largest = _largest_magnitudes(rows)
+        scale = (largest / MAX_SYMBOL).astype(np.float16)
         wide = scale.astype(np.float32)
-        if not (np.isfinite(wide).all() and ((wide >= SMALLEST_SCALE) | (largest == 0)).all()):
+        if not wide.max() < np.inf:  # nor is a NaN
             return None
-        np.divide(1, wide, out=wide, where=wide > 0)
+        if wide.min() >= SMALLEST_SCALE:
+            np.divide(1, wide, out=wide)
+        elif ((wide >= SMALLEST_SCALE) | (largest == 0)).all():
+            np.divide(1, wide, out=wide, where=wide > 0)
+        else:
+            return None
         np.multiply(rows, wide[:, None], out=rows)
         np.rint(rows, out=rows)
         np.copyto(symbols.view(np.int8), rows.reshape(-1), casting="unsafe")
@@ -57,13 +62,14 @@ class Int8(Lossy):
 
     def _dequantise(self, coded: Quantised, symbols: Array8, spec: TensorSpec, out: Bits) -> None:
         scale = coded.table.copy().view("<f2").astype(np.float32)
-        if not (np.isfinite(scale).all() and (scale >= 0).all()):
+        if not (scale.min() >= 0 and scale.max() < np.inf):  # a NaN is neither
             raise EncodingError("scale is no number from 0 up", where=spec.name)
         values = scratch("values", symbols.size, np.float32)
         np.copyto(values, symbols.view(np.int8))
         rows = values.reshape(scale.size, -1)
         np.multiply(rows, scale[:, None], out=rows)
-        from_float32(values.reshape(out.shape), spec.dtype, out)
+        # A scale is an f16: 0, or from 2^-24 to 65504.
+        from_plain_float32(values.reshape(out.shape), spec.dtype, out)
 
     def _stream_sizes(self, spec: TensorSpec, body_tokens: int) -> tuple[int | None, int | None]:
         return SCALE_BYTES * spec.num_slabs * body_tokens, 0
@@ -83,9 +89,15 @@ def _largest_magnitudes(rows: Float32) -> Float32:
     `reduceat` because numpy's reduction along short rows is six times slower.
     """
     magnitudes = np.abs(rows, out=scratch("magnitudes", rows.size, np.float32).reshape(rows.shape))
-    starts = np.arange(0, rows.size, rows.shape[1])
-    largest: Float32 = np.maximum.reduceat(magnitudes.reshape(-1).view(np.int32), starts).view(np.float32)
+    bits = magnitudes.reshape(-1).view(np.int32)
+    largest: Float32 = np.maximum.reduceat(bits, _starts(*rows.shape)).view(np.float32)
     return largest
+
+
+@lru_cache(maxsize=64)
+def _starts(rows: int, length: int) -> NDArray[np.int64]:
+    """Where each of `rows` begins."""
+    return np.arange(0, rows * length, length)
 
 
 ENCODINGS = (Int8(), Int8Huffman())

@@ -62,7 +62,7 @@ class Lossy(Encoding):
     def _quantise(self, values: Float32, spec: TensorSpec, symbols: Array8) -> Quantised | None:
         """Write one symbol for each of `values` `[H, B, D]`, which may be overwritten, to `symbols` `[H * B * D]`.
 
-        None where the values cannot be held: not finite, or out of the range of a scale.
+        None where the values cannot be held: not finite, or out of the range of a scale. numpy does not warn here.
         """
 
     @abstractmethod
@@ -84,11 +84,12 @@ class Lossy(Encoding):
         symbols = scratch("symbols", len(group) * elements, np.uint8)
         coded: list[Quantised | None] = [None] * len(group)
         if elements and spec.dtype in FLOAT_DTYPES:
-            for index, (raw, each) in enumerate(zip(raws, group, strict=True)):
-                body = raw.view(np.uint16).reshape(heads, tokens, dim)[:, sink_tokens:]
-                values = scratch("values", elements, np.float32).reshape(body.shape)
-                to_float32(body, spec.dtype, values)
-                coded[index] = self._quantise(values, each, symbols[index * elements : (index + 1) * elements])
+            values = scratch("values", elements, np.float32).reshape(heads, tokens - sink_tokens, dim)
+            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+                for index, (raw, each) in enumerate(zip(raws, group, strict=True)):
+                    body = raw.view(np.uint16).reshape(heads, tokens, dim)[:, sink_tokens:]
+                    to_float32(body, spec.dtype, values)
+                    coded[index] = self._quantise(values, each, symbols[index * elements : (index + 1) * elements])
         for index, (raw, each, one) in enumerate(zip(raws, group, coded, strict=True)):
             packed = None
             if one is not None:
@@ -97,7 +98,7 @@ class Lossy(Encoding):
                     one.table,
                     Coded(mine) if self.huffman else mine,
                     one.escapes,
-                    _sink_of(raw, each, sink_tokens),
+                    raw.reshape(heads, tokens, -1)[:, :sink_tokens].reshape(-1),
                 )
                 packed = pack_frame(self.magic, each, parts, into, sink_tokens=sink_tokens)
             if packed is None:
@@ -107,13 +108,14 @@ class Lossy(Encoding):
 
     def _decode_group(self, stored: Sequence[Array8], group: Sequence[TensorSpec], out: Array8) -> None:
         frames = [self._parse(one, each) for one, each in zip(stored, group, strict=True)]
-        for frame, each, target in zip(frames, group, equal_parts(out, len(group)), strict=True):
-            if frame.flags == STORED:
-                np.copyto(target, frame.streams[0])
-            elif frame.flags == LOSSLESS:
-                _EXACT.decode(frame.streams[0], each, target)
-            else:
-                self._decode_one(frame, self._symbols(frame, each), each, target)
+        with np.errstate(over="ignore"):  # only scales that no writer made overflow; the result is an infinity
+            for frame, each, target in zip(frames, group, equal_parts(out, len(group)), strict=True):
+                if frame.flags == STORED:
+                    np.copyto(target, frame.streams[0])
+                elif frame.flags == LOSSLESS:
+                    _EXACT.decode(frame.streams[0], each, target)
+                else:
+                    self._decode_one(frame, self._symbols(frame, each), each, target)
 
     def _parse(self, stored: Array8, spec: TensorSpec) -> Frame:
         heads, tokens, dim = _shape_of(spec)
@@ -143,8 +145,7 @@ class Lossy(Encoding):
         heads, tokens, dim = _shape_of(spec)
         sink = frame.sink_tokens
         target = out.view(np.uint16).reshape(heads, tokens, dim)
-        with np.errstate(over="ignore"):  # only scales that no writer made overflow; the result is an infinity
-            self._dequantise(Quantised(frame.streams[0], frame.streams[2]), symbols, spec, target[:, sink:])
+        self._dequantise(Quantised(frame.streams[0], frame.streams[2]), symbols, spec, target[:, sink:])
         if sink:
             out.reshape(heads, tokens, -1)[:, :sink] = frame.streams[3].reshape(heads, sink, -1)
 
@@ -159,11 +160,6 @@ _EXACT = Bfx()
 def _shape_of(spec: TensorSpec) -> tuple[int, int, int]:
     """`[H, T, D]`, with H = 1 for latents."""
     return spec.num_slabs, spec.shape[-2], spec.shape[-1]
-
-
-def _sink_of(raw: Array8, spec: TensorSpec, sink_tokens: int) -> Array8:
-    heads, tokens, _ = _shape_of(spec)
-    return raw.reshape(heads, tokens, -1)[:, :sink_tokens].reshape(-1)
 
 
 def with_rounding(relative_rms: float) -> float:

@@ -66,8 +66,9 @@ class Encoding(ABC):
         """
         data = bytes_of(raw)
         check_size(data, sum(spec.nbytes for spec in specs), "tensors")
-        room = np.empty(self.encode_bound(specs), np.uint8) if into is None else into
-        check_room(room, self.encode_bound(specs))
+        bound = self.encode_bound(specs)
+        room = np.empty(bound, np.uint8) if into is None else into
+        check_room(room, bound)
         encoded: list[NDArray[np.uint8]] = []
         read = written = 0
         for group in _groups(specs):
@@ -86,8 +87,9 @@ class Encoding(ABC):
         """
         if len(stored) != len(specs):
             raise EncodingError("wrong number of stored tensors", expected=len(specs), found=len(stored))
-        check_room(out, sum(spec.nbytes for spec in specs))
-        check_size(out, sum(spec.nbytes for spec in specs), "output")
+        size = sum(spec.nbytes for spec in specs)
+        check_room(out, size)
+        check_size(out, size, "output")
         first = written = 0
         for group in _groups(specs):
             group_bytes = group[0].nbytes * len(group)

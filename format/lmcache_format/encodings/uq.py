@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lmcache_format.encodings.floats import Bits, Float32, from_float32
+from lmcache_format.encodings.floats import Bits, Float32, from_float32, from_plain_float32
 from lmcache_format.encodings.lossy import NO_ESCAPES, SINK_TOKENS, Lossy, Quantised, is_f16, with_rounding
 from lmcache_format.encodings.protocol import Parameters
 from lmcache_format.encodings.scratch import scratch
@@ -25,6 +25,7 @@ MAX_SYMBOL, MAX_ESCAPE = 127, 32767
 ESCAPE = np.dtype([("position", "<u4"), ("symbol", "<i2")])
 STEP_BYTES, MEAN_BYTES = 4, 2
 LARGEST_F16 = 65504.0
+SMALLEST_PLAIN_STEP, LARGEST_PLAIN_STEP = 2.0**-80, 2.0**90
 SMALLEST_ENERGY = 1e-25
 """Sums of squares below it have lost too much to underflow to set a step by."""
 
@@ -48,19 +49,18 @@ class UniformStep(Lossy):
         return with_rounding(float(self.step_share) / 2)
 
     def _quantise(self, values: Float32, spec: TensorSpec, symbols: Array8) -> Quantised | None:
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            if is_f16(spec) and not np.max(np.abs(values)) < LARGEST_F16 / 2:
-                return None
-            mean = _remove_mean(values) if has_mean(spec) else _NO_MEAN
-            flat = values.reshape(-1)
-            energy = float(np.dot(flat, flat))
-            if energy < SMALLEST_ENERGY and flat.any():
-                return None
-            step = np.float32(float(self.step_share) * np.sqrt(energy / flat.size)) or np.float32(1)
-            per_step = np.float32(1) / step
-            if not (np.isfinite(step) and np.isfinite(per_step) and np.isfinite(mean).all()):
-                return None
-            np.multiply(flat, per_step, out=flat)
+        if is_f16(spec) and not np.max(np.abs(values)) < LARGEST_F16 / 2:
+            return None
+        mean = _remove_mean(values) if has_mean(spec) else _NO_MEAN
+        flat = values.reshape(-1)
+        energy = float(np.dot(flat, flat))
+        if energy < SMALLEST_ENERGY and flat.any():
+            return None
+        step = np.float32(float(self.step_share) * np.sqrt(energy / flat.size)) or np.float32(1)
+        per_step = np.float32(1) / step
+        if not (np.isfinite(step) and np.isfinite(per_step) and np.isfinite(mean).all()):
+            return None
+        np.multiply(flat, per_step, out=flat)
         np.rint(flat, out=flat)
         escapes = _take_escapes(flat)
         if escapes is None:
@@ -71,7 +71,7 @@ class UniformStep(Lossy):
 
     def _dequantise(self, coded: Quantised, symbols: Array8, spec: TensorSpec, out: Bits) -> None:
         step = coded.table[:STEP_BYTES].copy().view("<f4")[0]
-        if not (np.isfinite(step) and step > 0):
+        if not 0 < step < np.inf:
             raise EncodingError("step is no positive number", where=spec.name, found=step)
         values = scratch("values", symbols.size, np.float32)
         np.copyto(values, symbols.view(np.int8))
@@ -84,7 +84,10 @@ class UniformStep(Lossy):
             if not np.isfinite(mean).all():
                 raise EncodingError("mean is no number", where=spec.name)
             _add_rows(values, mean.reshape(out.shape[0], out.shape[2]), out.shape)
-        from_float32(values.reshape(out.shape), spec.dtype, out)
+        # Sums with a mean are multiples of the last bit of one of both, so that none is smaller than these are.
+        is_plain = SMALLEST_PLAIN_STEP <= step <= LARGEST_PLAIN_STEP
+        round_to = from_plain_float32 if is_plain else from_float32
+        round_to(values.reshape(out.shape), spec.dtype, out)
 
     def _stream_sizes(self, spec: TensorSpec, body_tokens: int) -> tuple[int | None, int | None]:
         channels = spec.num_slabs * spec.shape[-1]
@@ -108,7 +111,10 @@ def _remove_mean(values: Float32) -> NDArray[np.float16]:
 def _add_rows(values: Float32, rows: Float32, shape: tuple[int, ...]) -> None:
     """values += rows for `values` of `[H, B, D]` and `rows` of `[H, D]`."""
     folded = _folded(values.reshape(shape))
-    np.add(folded, np.tile(rows, (1, folded.shape[2] // shape[2]))[:, None, :], out=folded)
+    heads, _, width = folded.shape
+    repeated = np.empty((heads, width // shape[2], shape[2]), np.float32)
+    repeated[:] = rows[:, None, :]
+    np.add(folded, repeated.reshape(heads, 1, width), out=folded)
 
 
 def _folded(values: NDArray[Any]) -> NDArray[Any]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lmcache_format.dtypes import Dtype
 from lmcache_format.encodings import encoding_names, get_encoding
-from lmcache_format.encodings.floats import from_float32, to_float32
+from lmcache_format.encodings.floats import from_float32, from_plain_float32, to_float32
 from lmcache_format.encodings.fp8 import E4M3, to_e4m3
 from lmcache_format.encodings.frame import LOSSLESS, PREFIX, STORED
 from lmcache_format.encodings.lossy import SINK_TOKENS, Lossy
@@ -187,6 +187,36 @@ def test_rounding_to_bf16_is_to_nearest_even(value: float) -> None:
     low, kept = word & 0xFFFF, word >> 16
     up = low > 0x8000 or (low == 0x8000 and kept & 1)
     assert out[0] == kept + up
+
+
+@pytest.mark.parametrize("exponent", [-108, 0, 109])
+def test_the_faster_rounding_to_bf16_gives_the_same_bits_for_every_mantissa(exponent: int) -> None:
+    mantissas = np.arange(1 << 23, dtype=np.uint32)
+    for sign in (0, 1 << 31):
+        values = (mantissas | ((exponent + 127) << 23) | sign).view(np.float32)
+        values[0] = np.uint32(sign).view(np.float32)  # a zero keeps its sign too
+        expected, found = np.empty(values.size, np.uint16), np.empty(values.size, np.uint16)
+        from_float32(values.copy(), Dtype.BF16, expected)
+        from_plain_float32(values, Dtype.BF16, found)
+        assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("step", [2.0**-149, 1.7e-41, 2.0**-81, 2.0**-80, 3e-3, 2.0**90, 1.9 * 2.0**90, 2.0**121])
+def test_any_step_decodes_by_the_formula(step: float) -> None:
+    spec = spec_of((3, 64, 64), name="layers.0.v")
+    stored = lossy("uq025").encode(kv_like(spec.shape), spec, start_pos=4)
+    assert PREFIX.unpack_from(stored.data)[4:8:3] == (spec.nbytes, 0)  # no escapes
+
+    def decoded(one_step: float) -> NDArray[np.uint16]:
+        struct.pack_into("<f", stored.data, PREFIX.size, one_step)
+        out = np.empty(spec.nbytes, np.uint8)
+        lossy("uq025").decode(stored, spec, out)
+        return out.view(np.uint16)
+
+    symbols = floats(decoded(1))
+    expected = np.empty(symbols.size, np.uint16)
+    from_float32(symbols * np.float32(step), Dtype.BF16, expected)
+    assert np.array_equal(decoded(step), expected)
 
 
 def test_every_e4m3_value_maps_to_itself_and_halves_go_to_even() -> None:
