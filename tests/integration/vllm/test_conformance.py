@@ -28,7 +28,7 @@ NOISE = 1e-4
 def place(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where all scenarios have told what came of them: one process, since the first engine of each takes long."""
     place = tmp_path_factory.mktemp("scenarios")
-    names = "faults,pressure,services,ranks,archive"
+    names = "faults,pressure,services,ranks,latents,archive"
     command = [sys.executable, "-m", "tests.integration.vllm.scenarios", names, str(model_dir), str(place)]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, stdin=subprocess.DEVNULL
