@@ -77,7 +77,8 @@ def identify_model(
     allow_unverified: bool,
     with_latents: bool = False,
 ) -> IdentifiedModel:
-    """The model on this machine and its identity; with `with_latents` also one whose latents vLLM stores. Raises Refused for an unknown dtype, and what `identify` raises."""
+    """The model on this machine and its identity. `with_latents`: vLLM is to compute, or nothing. Raises Refused for an
+    unknown dtype, and what `identify` raises."""
     from lmcache_cli.integration.transformers.model_identity import identify
     from lmcache_format.dtypes import Dtype
 
