@@ -76,6 +76,7 @@ def check_rotation(vllm_config: Any, layer: Any) -> None:
     expected = rope.forward_native(positions, queries.clone()[..., dim:], rows.clone()[:, None, rank:])
     found = rope(positions, queries.clone()[..., dim:], rows.clone()[:, None, rank:])
     for one, other in zip(found, expected, strict=True):
+        assert other is not None, "keys were given"
         if not float((one - other).float().norm()) <= _MOST_RELATIVE_L2 * float(other.float().norm()):
             raise UnsupportedEngine(
                 "this vLLM's rotary operation for the CPU mixes up the keys of latents, so that they depend on which "

@@ -260,7 +260,6 @@ def latents(model: str, place: Path) -> dict[str, Any]:
     _make_latent_model(small)
     first, second = ([token % 500 for token in text_tokens(model, n, 4 * CHUNK + 9)] for n in (1, 2))
     prompts = [first, first[: 4 * CHUNK + 1], second]
-    refused = _refusal(str(small), place / "other")
     with engine(str(small), {"store": str(reference), "create_store": True, "load": False}, **ROTATED_PLAINLY) as one:
         control = [one.ask(prompt, max_tokens=8)[0].tokens for prompt in prompts[:2]]
         shutil.copytree(reference, root)
@@ -284,20 +283,25 @@ def latents(model: str, place: Path) -> dict[str, Any]:
         "alone": alone,
         "pair": json.loads((place / "pair.json").read_text())["results"],
         "beside": beside,
-        "refused": refused,
+        "refused": _refusal(place / "mixing", place / "other"),
         "errors": [compared(root, reference, prompt) for prompt in (first, second)],
         "parts": [path.name.split(".")[1] for path in root.rglob("*.safetensors")],
         "damaged": num_damaged(root),
     }
 
 
-def _refusal(model: str, root: Path) -> str:
-    """What an engine says that rotates latents wrongly."""
+def _refusal(model: Path, root: Path) -> str:
+    """What an engine says that rotates latents wrongly. Of another length, since vLLM keeps what rotates by that."""
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    _make_latent_model(model, 768)
     try:
-        with engine(model, {"store": str(root), "create_store": True}):
+        with engine(str(model), {"store": str(root), "create_store": True}):
             return ""
     except Exception as problem:
         return str(problem)
+    finally:
+        ensure_kv_transfer_shutdown()  # an engine that does not start leaves its connector to the next one
 
 
 def _serve_by_two(spec: dict[str, Any], out: Path) -> None:
@@ -309,7 +313,7 @@ def _serve_by_two(spec: dict[str, Any], out: Path) -> None:
     )
 
 
-def _make_latent_model(directory: Path) -> None:
+def _make_latent_model(directory: Path, max_tokens: int = 1024) -> None:
     import torch
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
@@ -327,7 +331,7 @@ def _make_latent_model(directory: Path) -> None:
         qk_rope_head_dim=64,
         qk_nope_head_dim=32,
         v_head_dim=32,
-        max_position_embeddings=1024,
+        max_position_embeddings=max_tokens,
         initializer_range=0.2,
     )
     DeepseekV2ForCausalLM(config).float().save_pretrained(directory)
