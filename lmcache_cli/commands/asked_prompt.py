@@ -96,6 +96,7 @@ class ModelChoice:
             dtype=self.dtype,
             chunk_tokens=self.chunk_tokens,
             allow_unverified=self.allow_unverified,
+            with_latents=True,
         )
         (document,) = tokenize(identified, [prompt], as_chat=asked.as_chat)
         if not len(document.tokens):

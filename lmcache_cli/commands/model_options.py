@@ -75,8 +75,10 @@ def identify_model(
     dtype: str | None,
     chunk_tokens: int,
     allow_unverified: bool,
+    with_latents: bool = False,
 ) -> IdentifiedModel:
-    """The model on this machine and its identity. Raises Refused for an unknown dtype, and what `identify` raises."""
+    """The model on this machine and its identity. `with_latents`: vLLM is to compute, or nothing. Raises Refused for an
+    unknown dtype, and what `identify` raises."""
     from lmcache_cli.integration.transformers.model_identity import identify
     from lmcache_format.dtypes import Dtype
 
@@ -91,6 +93,7 @@ def identify_model(
         dtype=wanted,
         chunk_tokens=chunk_tokens,
         allow_unverified=allow_unverified,
+        with_latents=with_latents,
         cache_dir=user_cache_dir(),
     )
 

@@ -120,6 +120,7 @@ def warm(
             dtype=dtype,
             chunk_tokens=chunk_tokens,
             allow_unverified=allow_unverified,
+            with_latents=server.server_url is not None or choice.engine is EngineName.VLLM,
         )
         todo = tokenize(identified, found, as_chat=chat_template)
         with store.namespace(

@@ -43,6 +43,9 @@ STABLE_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "proportio
 """Rotary schemes in which a token's key depends on its position alone. `dynamic` and `longrope` change every key once
 the sequence grows past a length: the same prefix then has other KV."""
 
+LATENT_MODELS = frozenset({"deepseek_v2", "deepseek_v3"})
+"""Kinds of models (MLA) whose latents vLLM packs as SPEC §6 says, and which cache nothing beside them."""
+
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[\w.-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MEMORY_VERSION = 1
@@ -65,14 +68,17 @@ def identify(
     chunk_tokens: int = CHUNK_TOKENS,
     adapter: Path | None = None,
     allow_unverified: bool = False,
+    with_latents: bool = False,
     cache_dir: Path | None = None,
 ) -> IdentifiedModel:
     """Identify `model`, a directory or the hub name of one that is on this machine already; nothing is fetched.
 
     `name` replaces the readable name the configuration records. `dtype` is the type to compute and cache in, by default
     the one the model was saved in. `revision` picks a snapshot of a hub name; being a full commit, it also stands for
-    weights that are not on this machine. `adapter` is a LoRA adapter's directory. `cache_dir` remembers file digests
-    and results, so that a second call takes milliseconds and imports neither torch nor transformers.
+    weights that are not on this machine. `adapter` is a LoRA adapter's directory. `with_latents`: the caller packs
+    latents as the format does (vLLM; transformers does not), so that models which cache them are identified, too.
+    `cache_dir` remembers file digests and results, so that a second call takes milliseconds and imports neither torch
+    nor transformers.
 
     Raises `ModelNotFound`, `UnsupportedModel`, `AdapterError`, and `UnverifiedWeights` where weights can be identified
     by name only, unless `allow_unverified`.
@@ -93,6 +99,7 @@ def identify(
         "model": model_name,
         "dtype": None if dtype is None else dtype.value,
         "chunk_tokens": chunk_tokens,
+        "with_latents": with_latents,
     }
     memory = None if cache_dir is None else cache_dir / "identities" / f"{_name_of(request)}.json"
     if memory is not None and (known := _recall(memory, request)) is not None:
@@ -180,9 +187,16 @@ def _describe(directory: Path, raw_config: Mapping[str, Any], request: Mapping[s
     except (ValueError, KeyError, OSError) as problem:
         raise UnsupportedModel(f"transformers cannot read {directory}/config.json: {problem}") from None
     config: Any = whole.get_text_config(decoder=True)
+    latent_width = _latent_width(directory, whole, config, with_latents=request["with_latents"])
     _check_supported(directory, whole, config)
     heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    groups = _layer_groups(directory, config)
+    if latent_width:
+        if [group.kind for group in groups] != [AttentionKind.FULL]:
+            raise UnsupportedModel(f"{directory} ({whole.model_type}) caches latents of several kinds")
+        groups = (LayerGroup(AttentionKind.LATENT, 0, groups[0].stop),)
     try:
         return Identity(
             model=request["model"],
@@ -190,15 +204,32 @@ def _describe(directory: Path, raw_config: Mapping[str, Any], request: Mapping[s
             adapter=request["adapter"],
             dtype=Dtype(request["dtype"]) if request["dtype"] else _saved_dtype(directory, raw_config, config),
             layers=int(config.num_hidden_layers),
-            kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-            head_dim_k=head_dim,
-            head_dim_v=head_dim,
-            groups=_layer_groups(directory, config),
+            kv_heads=1 if latent_width else kv_heads,
+            head_dim_k=latent_width or head_dim,
+            head_dim_v=0 if latent_width else head_dim,
+            groups=groups,
             rope=_text_numbers(dict(getattr(config, "rope_parameters", None) or {})),
             chunk_tokens=request["chunk_tokens"],
         )
     except FormatError as problem:
         raise UnsupportedModel(f"{directory}: {problem}") from None
+
+
+def _latent_width(directory: Path, whole: Any, config: Any, *, with_latents: bool) -> int:
+    """Elements of a token's latent in a layer; 0 for models that cache keys and values. Raises `UnsupportedModel`."""
+    if not getattr(config, "kv_lora_rank", None):
+        return 0
+    if not with_latents:
+        raise UnsupportedModel(
+            f"{directory} ({whole.model_type}) caches latents (MLA), which are stored as vLLM's latent attention packs "
+            "them, and as nothing else does"
+        )
+    if whole.model_type not in LATENT_MODELS or getattr(config, "index_topk", None):
+        raise UnsupportedModel(
+            f"{directory} ({whole.model_type}) caches latents (MLA) of a kind that this version does not know; known "
+            f"are those of {', '.join(sorted(LATENT_MODELS))}, without an index of sparse attention"
+        )
+    return int(config.kv_lora_rank) + int(config.qk_rope_head_dim)
 
 
 def _check_supported(directory: Path, whole: Any, config: Any) -> None:
@@ -214,8 +245,6 @@ def _check_supported(directory: Path, whole: Any, config: Any) -> None:
         refuse("is an encoder-decoder model")
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
         refuse("does not attend causally, so that its KV depends on later tokens")
-    if getattr(config, "kv_lora_rank", None):
-        refuse("caches latents (MLA)")
     if getattr(config, "num_kv_shared_layers", None):
         refuse("shares KV between layers")
     if getattr(config, "cache_implementation", None) == "quantized":

@@ -22,6 +22,9 @@ from lmcache_format.keys import MultimodalItem
 from .caching import Caching, Request, Uncached
 from .options import ConnectorOptions
 
+LATENT_ARCHITECTURES = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"})
+"""vLLM's own implementations of the models in `LATENT_MODELS`; another one may order what is rotated otherwise."""
+
 _DTYPES = {"bfloat16": Dtype.BF16, "float16": Dtype.F16, "float32": Dtype.F32, "half": Dtype.F16, "float": Dtype.F32}
 
 
@@ -74,6 +77,7 @@ def engine_identity(vllm_config: Any, options: ConnectorOptions) -> Identity:
         dtype=cache_dtype(vllm_config),
         chunk_tokens=options.chunk_size,
         allow_unverified=options.allow_unverified,
+        with_latents=_computes_latents(model),
         cache_dir=None if options.digest_cache is None else Path(options.digest_cache),
     ).identity
     if is_dummy:
@@ -91,6 +95,18 @@ def cache_dtype(vllm_config: Any) -> Dtype:
             f"kv_cache_dtype is {name}: its scales are no part of what is stored yet; serve with --kv-cache-dtype auto"
         )
     return _DTYPES[name]
+
+
+def _computes_latents(model: Any) -> bool:
+    """Whether the engine caches latents. Raises `UnsupportedEngine` where an implementation does that is not known."""
+    if not getattr(model, "use_mla", False):
+        return False
+    if model.architecture not in LATENT_ARCHITECTURES:
+        raise UnsupportedEngine(
+            f"{model.model} caches latents (MLA) as computed by {model.architecture}; known are those of "
+            f"{', '.join(sorted(LATENT_ARCHITECTURES))}"
+        )
+    return True
 
 
 def _with_quantization(identity: Identity, model: Any) -> Identity:

@@ -28,6 +28,7 @@ from lmcache_kernels import (
     learn_codec,
 )
 
+from . import latents
 from .identity import UnsupportedEngine
 
 _LOG = logging.getLogger("lmcache.vllm")
@@ -48,10 +49,10 @@ def supported_group(kv_cache_config: Any) -> Any:
 
 
 def check_spec(spec: Any) -> None:
-    """Raise `UnsupportedEngine` unless pages hold plain keys and values, one state a token."""
+    """Raise `UnsupportedEngine` unless pages hold plain keys and values, or plain latents, one state a token."""
     name = type(spec).__name__
-    if name != "FullAttentionSpec":
-        raise UnsupportedEngine(f"KV layers are of kind {name}; plain full attention is supported")
+    if name not in ("FullAttentionSpec", latents.SPEC):
+        raise UnsupportedEngine(f"KV layers are of kind {name}; plain full attention and latents (MLA) are supported")
     mode = getattr(spec, "kv_quant_mode", 0)
     if int(mode) != 0:
         raise UnsupportedEngine(f"the KV cache is quantised ({getattr(mode, 'name', mode)}); serve it unquantised")
@@ -61,6 +62,8 @@ def check_spec(spec: Any) -> None:
         raise UnsupportedEngine("attention is local to chunks of the prompt; that is not supported")
     if getattr(spec, "non_causal", False):
         raise UnsupportedEngine("attention is not causal: KV depends on later tokens")
+    if name == latents.SPEC:
+        latents.check_latent_spec(spec)
 
 
 def layer_numbers(names: list[str]) -> dict[int, str]:
@@ -101,29 +104,48 @@ def open_pages(
         raise UnsupportedEngine(
             f"pages have shape {tuple(tensors[0].shape)}; expected [blocks, heads, tokens, content] as of vLLM 0.29"
         )
-    geometry = PageGeometry(
-        PageLayout.PERMUTED_FUSED if on_cpu else PageLayout.FUSED_HND,
-        block_size=int(tensors[0].shape[2]),
-        heads=part.num_heads,
-        head_dim_k=identity.head_dim_k,
-        head_dim_v=identity.head_dim_v,
-        dtype=TORCH_DTYPES[identity.dtype],
-    )
+    if identity.is_latent != (type(group.kv_cache_spec).__name__ == latents.SPEC):
+        raise UnsupportedEngine(
+            f"KV layers are of kind {type(group.kv_cache_spec).__name__}, which is not what {identity.model} caches"
+        )
+    geometry = _geometry(identity, part, int(tensors[0].shape[2]), on_cpu=on_cpu)
+    engine_layers = [layers[name] for name in names.values()]
+    if identity.is_latent:
+        writers = [latents.latent_writer(layer, identity) for layer in engine_layers]
+        if on_cpu:
+            latents.check_rotation(vllm_config, engine_layers[0])
+    else:
+        writers = [layer_writer(layer) for layer in engine_layers]
     if group.kv_cache_spec.block_size % geometry.block_size:
         raise UnsupportedEngine(
             f"pages hold {geometry.block_size} tokens and blocks {group.kv_cache_spec.block_size}; "
             "expected pages that divide blocks"
         )
     try:
-        first = next(iter(names.values()))
-        codec = learn_codec(tensors[0], geometry, layer_writer(layers[first])) if on_cpu else None
+        codec = learn_codec(tensors[0], geometry, writers[0]) if geometry.layout.is_permuted else None
         cache = PagedCache.of_layers(tensors, geometry, codec)
         for number in sorted({0, len(tensors) - 1}):
-            check_pages(cache, number, layer_writer(layers[list(names.values())[number]]))
+            check_pages(cache, number, writers[number])
     except (LayoutError, CodecError) as problem:
         raise UnsupportedEngine(f"the engine's pages are not as this version knows them: {problem}") from problem
     _LOG.info("pages: %s, %d layers, %d tokens", geometry.layout.value, len(tensors), geometry.block_size)
     return TorchPages(cache)
+
+
+def _geometry(identity: Identity, part: Part, block_size: int, *, on_cpu: bool) -> PageGeometry:
+    dtype = TORCH_DTYPES[identity.dtype]
+    if identity.is_latent:
+        return PageGeometry.latent(
+            PageLayout.LATENT_ONE_HEAD, block_size=block_size, width=identity.head_dim_k, dtype=dtype
+        )
+    return PageGeometry(
+        PageLayout.PERMUTED_FUSED if on_cpu else PageLayout.FUSED_HND,
+        block_size=block_size,
+        heads=part.num_heads,
+        head_dim_k=identity.head_dim_k,
+        head_dim_v=identity.head_dim_v,
+        dtype=dtype,
+    )
 
 
 def layer_writer(layer: Any) -> PageWriter:

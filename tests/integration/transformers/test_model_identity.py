@@ -256,6 +256,27 @@ def test_what_cannot_be_stored_is_refused(make_directory: MakeDirectory, change:
         identity_of(make_directory("a", **change))
 
 
+def test_latents_are_identified_for_those_who_pack_them_as_the_format_does(
+    make_directory: MakeDirectory, tmp_path: Path
+) -> None:
+    """What was remembered for vLLM is not served to transformers."""
+    sizes = {"kv_lora_rank": 32, "qk_rope_head_dim": 8}
+    directory = make_directory("a", model_type="deepseek_v3", **sizes)
+    found = identify(directory, with_latents=True, cache_dir=tmp_path / "cache").identity
+    assert found == identify(directory, with_latents=True, cache_dir=tmp_path / "cache").identity
+    assert found.groups == (LayerGroup(AttentionKind.LATENT, 0, 3),)
+    assert (found.is_latent, found.kv_heads, found.head_dim_k, found.head_dim_v) == (True, 1, 40, 0)
+    with pytest.raises(UnsupportedModel, match="as nothing else does"):
+        identify(directory, cache_dir=tmp_path / "cache")
+    plain = make_directory("b")
+    assert identify(plain, with_latents=True).identity == identify(plain).identity
+    for number, unknown in enumerate(({"model_type": "glm4_moe_lite"}, {"index_topk": 16})):
+        with pytest.raises(UnsupportedModel, match="of a kind that this version does not know"):
+            identify(
+                make_directory(f"c{number}", **{"model_type": "deepseek_v3", **sizes, **unknown}), with_latents=True
+            )
+
+
 def test_adapter_beside_a_model_is_refused(make_directory: MakeDirectory) -> None:
     directory = make_directory("a")
     (directory / "adapter_config.json").write_text("{}")

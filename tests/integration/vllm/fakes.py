@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from lmcache_cli.integration.vllm.caching import Caching
+from lmcache_cli.integration.vllm.identity import Ranks, writes_part
 from lmcache_cli.integration.vllm.plan import StepPlan, StepReport
 from lmcache_cli.integration.vllm.scheduling import Scheduled, SchedulingOptions, StoreScheduler
 from lmcache_cli.integration.vllm.worker import StoreWorker
@@ -242,7 +243,7 @@ class FakeEngine:
                 block_size=block_size,
                 chunk_tokens=identity.chunk_tokens,
                 num_ranks=tp * pp,
-                num_writers=tp * pp,
+                num_writers=sum(writes_part(identity, Ranks(tp, pp), number) for number in range(tp * pp)),
                 load_async=load_async,
                 **{"recheck_s": 1e9, **options},
             ),
@@ -282,6 +283,7 @@ class FakeEngine:
             loader=Loader(pages, pools[0], timeout_s=timeout_s),
             async_loader=Loader(pages, pools[1], timeout_s=timeout_s),
             save_pool=pools[2],
+            saves=writes_part(identity, Ranks(tp, pp), number),
             holds_saves=tp * pp > 1 or bool(options.get("hold_saves")),
             tells_stored=bool(options.get("events")),
         )

@@ -232,12 +232,7 @@ def ranks(model: str, place: Path) -> dict[str, Any]:
         "pause_s": 1.0,
     }
     out = place / "pair.json"
-    subprocess.run(
-        [sys.executable, Path(__file__).with_name("serve_prompts.py"), json.dumps(pair), out],
-        check=True,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-    )
+    _serve_by_two(pair, out)
     with engine(str(small), {"store": str(root), "save": False}) as one:
         back = [asdict(one.ask(prompt, max_tokens=8)[0]) for prompt in (first, second)]
     return {
@@ -248,6 +243,98 @@ def ranks(model: str, place: Path) -> dict[str, Any]:
         "parts": sorted({path.name.split(".")[1] for path in root.rglob("*.safetensors")}),
         "damaged": num_damaged(root),
     }
+
+
+# ---- latents ---------------------------------------------------------------------------------------------------
+
+
+ROTATED_PLAINLY: dict[str, Any] = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
+"""With vLLM's own rotation on the CPU, latents depend on which tokens are computed together."""
+
+
+def latents(model: str, place: Path) -> dict[str, Any]:
+    """A small model that caches latents (MLA), of the one width that vLLM's CPU kernel takes: found by a fresh engine,
+    which computes a suffix or the last token alone, by one that loads beside others, and by two ranks, which store for
+    one in turn."""
+    small, root, reference = place / "model", place / "kv", place / "reference"
+    _make_latent_model(small)
+    first, second = ([token % 500 for token in text_tokens(model, n, 4 * CHUNK + 9)] for n in (1, 2))
+    prompts = [first, first[: 4 * CHUNK + 1], second]
+    with engine(str(small), {"store": str(reference), "create_store": True, "load": False}, **ROTATED_PLAINLY) as one:
+        control = [one.ask(prompt, max_tokens=8)[0].tokens for prompt in prompts[:2]]
+        shutil.copytree(reference, root)
+        control.append(one.ask(second, max_tokens=8)[0].tokens)
+    with engine(str(small), {"store": str(root), "save": False}, **ROTATED_PLAINLY) as one:
+        alone = [asdict(one.ask(prompt, max_tokens=8)[0]) for prompt in prompts[:2]]
+    pair = {
+        "model": str(small),
+        "connector": {"store": str(root), "chunk_size": CHUNK},
+        "engine": {**SETTINGS, **ROTATED_PLAINLY, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+        "prompts": [first, second],
+        "batches": [[0], [1]],
+        "max_tokens": [8, 8],
+        "pause_s": 1.0,
+    }
+    _serve_by_two(pair, place / "pair.json")
+    with engine(str(small), {"store": str(root), "save": False, "load_async": True}, **ROTATED_PLAINLY) as one:
+        beside = [asdict(answer) for answer in one.ask(*prompts, max_tokens=8)]
+    return {
+        "control": control,
+        "alone": alone,
+        "pair": json.loads((place / "pair.json").read_text())["results"],
+        "beside": beside,
+        "refused": _refusal(place / "mixing", place / "other"),
+        "errors": [compared(root, reference, prompt) for prompt in (first, second)],
+        "parts": [path.name.split(".")[1] for path in root.rglob("*.safetensors")],
+        "damaged": num_damaged(root),
+    }
+
+
+def _refusal(model: Path, root: Path) -> str:
+    """What an engine says that rotates latents wrongly. Of another length, since vLLM keeps what rotates by that."""
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    _make_latent_model(model, 768)
+    try:
+        with engine(str(model), {"store": str(root), "create_store": True}):
+            return ""
+    except Exception as problem:
+        return str(problem)
+    finally:
+        ensure_kv_transfer_shutdown()  # an engine that does not start leaves its connector to the next one
+
+
+def _serve_by_two(spec: dict[str, Any], out: Path) -> None:
+    subprocess.run(
+        [sys.executable, Path(__file__).with_name("serve_prompts.py"), json.dumps(spec), out],
+        check=True,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    )
+
+
+def _make_latent_model(directory: Path, max_tokens: int = 1024) -> None:
+    import torch
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    torch.manual_seed(4)
+    config = DeepseekV2Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        first_k_dense_replace=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        max_position_embeddings=max_tokens,
+        initializer_range=0.2,
+    )
+    DeepseekV2ForCausalLM(config).float().save_pretrained(directory)
 
 
 def _make_model(directory: Path) -> None:
@@ -293,7 +380,14 @@ def _events(subscriber: Any) -> list[dict[str, Any]]:
 def main(names: list[str], model: str, place: Path) -> None:
     """Each scenario in a directory of its own; what comes of it in `NAME.json`, or why nothing did in `NAME.failed`."""
     allow_faults()
-    known = {"faults": faults, "pressure": pressure, "services": services, "ranks": ranks, "archive": archive}
+    known = {
+        "faults": faults,
+        "pressure": pressure,
+        "services": services,
+        "ranks": ranks,
+        "latents": latents,
+        "archive": archive,
+    }
     for name in names:
         own = place / name
         own.mkdir()

@@ -28,7 +28,7 @@ NOISE = 1e-4
 def place(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where all scenarios have told what came of them: one process, since the first engine of each takes long."""
     place = tmp_path_factory.mktemp("scenarios")
-    names = "faults,pressure,services,ranks,archive"
+    names = "faults,pressure,services,ranks,latents,archive"
     command = [sys.executable, "-m", "tests.integration.vllm.scenarios", names, str(model_dir), str(place)]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, stdin=subprocess.DEVNULL
@@ -199,6 +199,36 @@ def test_both_cuts_lie_side_by_side_in_one_store(ranks: Any):
     assert [tokens for tokens, _ in ranks["stored"]] == [4 * CHUNK, 3 * CHUNK]
     assert max(error for _, error in ranks["stored"]) < NOISE
     assert ranks["damaged"] == 0
+
+
+# ---- latents ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mla(place: Path) -> dict[str, Any]:
+    return told(place, "latents")
+
+
+def test_latents_that_a_fresh_engine_finds_give_the_same_answers(mla: Any):
+    assert [answer["cached"] for answer in mla["alone"]] == [4 * CHUNK] * 2
+    assert [answer["tokens"] for answer in mla["alone"]] == mla["control"][:2]
+
+
+def test_two_ranks_share_latents_with_one(mla: Any):
+    """They load what one has written and write what one loads, each chunk once."""
+    assert [answer["cached"] for answer in mla["pair"]] == [[4 * CHUNK], [0]]
+    assert [answer["tokens"] for answer in mla["pair"]] == [[mla["control"][0]], [mla["control"][2]]]
+    assert [answer["cached"] for answer in mla["beside"]] == [4 * CHUNK] * 3
+    assert [answer["tokens"] for answer in mla["beside"]] == mla["control"]
+    assert mla["parts"] == ["l0-2"] * 8
+    assert [tokens for tokens, _ in mla["errors"]] == [4 * CHUNK] * 2
+    assert max(error for _, error in mla["errors"]) < NOISE
+    assert mla["damaged"] == 0
+
+
+def test_an_engine_that_mixes_up_rotated_keys_is_refused(mla: Any):
+    assert "mixes up the keys of latents" in mla["refused"]
+    assert '"-rotary_embedding"' in mla["refused"]
 
 
 # ---- an archive behind the store -------------------------------------------------------------------------------

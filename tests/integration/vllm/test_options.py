@@ -94,6 +94,10 @@ class MambaSpec(SimpleNamespace):
     pass
 
 
+class MLAAttentionSpec(SimpleNamespace):
+    pass
+
+
 def spec(**fields: Any) -> FullAttentionSpec:
     return FullAttentionSpec(block_size=16, **fields)
 
@@ -107,12 +111,17 @@ def spec(**fields: Any) -> FullAttentionSpec:
         (spec(state_content_bytes=656), "one key and value a token"),
         (spec(attention_chunk_size=8192), "local to chunks"),
         (spec(non_causal=True), "not causal"),
+        (MLAAttentionSpec(kv_quant_mode=1), "quantised"),
+        (MLAAttentionSpec(state_content_bytes=656), "one key and value a token"),
+        (MLAAttentionSpec(is_index_group_leader=True), "plain ones"),
+        (MLAAttentionSpec(model_version="deepseek_v4"), "plain ones"),
     ],
 )
 def test_pages_that_hold_something_else_are_refused(found: Any, message: str):
     with pytest.raises(UnsupportedEngine, match=message):
         check_spec(found)
     check_spec(spec(kv_quant_mode=0, sliding_window=512))
+    check_spec(MLAAttentionSpec(kv_quant_mode=0, model_version=None))
 
 
 def test_more_than_one_group_is_refused():
