@@ -21,12 +21,14 @@ import numpy as np
 
 from lmcache_cli.backends import BackendError, Durability
 from lmcache_cli.store import Event, Namespace, Store, StoreError, WriterOptions
-from lmcache_cli.store.index import Index, shown_path
+from lmcache_cli.store.index import Index
+from lmcache_cli.store.places import slot_of
 from lmcache_cli.store.prune import PruneRules, mark, plan_prune
 from lmcache_cli.store.repair import RepairOptions, apply_repair, plan_repair
 from lmcache_cli.store.stats import store_stats
 from lmcache_cli.store.sweep import sweep
 from lmcache_cli.store.verify import verify
+from lmcache_format.names import ShardName
 from lmcache_format.segment import key_number
 from tests.store.pattern import document, hit, put_document, refs, tiny_identity
 
@@ -213,9 +215,10 @@ def _expect_agreement(store: Store, done: Worked, when: str) -> None:
     done.counts["shards on disk"] = len(infos)
     if told != found:
         state = Index(store.backend, IDENTITY.fingerprint).state
-        listed = {shown_path(IDENTITY.fingerprint, state.entry(row)) for row in range(len(state))}
-        apart = sorted(listed ^ {info.name for info in infos})
-        done.wrong.append(f"{when} the index tells of {told} shards and bytes, the disk of {found}: {apart[:4]}")
+        listed = {slot_of(state.entry(row)) for row in range(len(state))}
+        names = map(ShardName.parse, (info.name for info in infos))
+        others = [name.path for name in names if (name.key[:16], name.part, name.encoding) not in listed]
+        done.wrong.append(f"{when} the index tells of {told} shards and bytes, the disk of {found}: {others[:4]}")
     report = verify(store)
     if not report.is_sound:
         done.wrong.append(f"{when} verify finds {report.findings[:3]}")
