@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -157,7 +158,12 @@ class Serving(RuleBasedStateMachine):
 
 
 TestServing = Serving.TestCase
-TestServing.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+TestServing.settings = settings(max_examples=8, stateful_step_count=25, deadline=None)
+
+
+@pytest.mark.slow
+class TestServingLong(Serving.TestCase):  # type: ignore[name-defined,misc]
+    settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 
 
 def test_chunks_that_were_looked_up_can_go(engine_of: Callable[..., FakeEngine], store_dir: Path, identity: Identity):

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from lmcache_cli.store import Store
 from lmcache_cli.store.compress import CompressOptions, apply_compress, plan_compress
 from lmcache_cli.store.sweep import sweep
@@ -35,6 +37,7 @@ with Store.open(sys.argv[1]) as store:
 """
 
 
+@pytest.mark.slow
 def test_a_reader_sees_the_old_or_the_new_and_nothing_else(tmp_path: Path) -> None:
     root = tmp_path / "kv"
     with Store.create(str(root)) as store:

@@ -103,6 +103,7 @@ def test_a_shard_of_a_later_major_is_newer_and_no_damage(patterned: Inside, scen
     assert not list((scene.store / "quarantine").glob("*"))
 
 
+@pytest.mark.slow
 def test_a_shard_of_a_later_minor_is_like_any_other(patterned: Inside, scene: Scene):
     shard = scene.shards[1]
     with_unknown_field(shard)
@@ -138,6 +139,7 @@ def test_a_foreign_file_is_untouched_and_no_damage(patterned: Inside, scene: Sce
     assert foreign.read_bytes() == b"not a shard of ours"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("golden", sorted(path.name for path in GOLDEN.glob("v*-by-*")))
 def test_what_an_earlier_release_wrote_can_be_read_and_is_sound(inside: Inside, tmp_path: Path, golden: str):
     store = tmp_path / "golden"

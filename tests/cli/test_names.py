@@ -46,7 +46,7 @@ PRINTED = {
 EVERY_NAME = [argument for name in NAMES.values() for argument in (b"--name", name)]
 
 
-@pytest.mark.parametrize("locale", slow_after(2, LOCALES))
+@pytest.mark.parametrize("locale", slow_after(1, LOCALES))
 @pytest.mark.parametrize("flags", slow_after(1, [(), ("--json",), ("--fail", "refused")]))
 def test_every_name_prints_on_one_line_from_every_locale(fake, locale, flags):
     ran = fake(*EVERY_NAME, *flags, env=LOCALES[locale])
@@ -59,7 +59,7 @@ def test_every_name_prints_on_one_line_from_every_locale(fake, locale, flags):
         assert {line.count(b"\t") for line in ran.lines} == {2}
 
 
-@pytest.mark.parametrize("locale", slow_after(2, LOCALES))
+@pytest.mark.parametrize("locale", slow_after(1, LOCALES))
 def test_json_holds_the_exact_name_in_ascii(fake, locale):
     ran = fake(*EVERY_NAME, "--json", env=LOCALES[locale])
     assert ran.stdout.isascii()

@@ -127,6 +127,7 @@ def test_a_second_run_starts_no_engine(run: Inside, engine: Fake) -> None:
     assert (told["exit_code"], told["num_complete"], told["tokens_computed"]) == (0, 3, 0)
 
 
+@pytest.mark.slow
 def test_an_engine_with_full_buffers_is_asked_again(run: Inside, engine: Fake, tmp_path: Path) -> None:
     engine("few")
     assert run(*WARM, "--engine", "vllm").code == 0
@@ -239,6 +240,7 @@ def present(folder: Path) -> list[int]:
         return [namespace.match(tokens).num_tokens for tokens in DOCUMENTS.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("numbers")
 def test_a_probe_that_passes_is_recorded_and_warming_goes_on(run: Inside, tmp_path: Path) -> None:
     ran = run(*WARM, "--probe-engine", "vllm", "--json")
@@ -250,6 +252,7 @@ def test_a_probe_that_passes_is_recorded_and_warming_goes_on(run: Inside, tmp_pa
     assert present(tmp_path) == [len(tokens) for tokens in DOCUMENTS.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("numbers")
 def test_a_probe_that_fails_is_recorded_and_nothing_is_warmed(run: Inside, engine: Fake, tmp_path: Path) -> None:
     engine("apart")

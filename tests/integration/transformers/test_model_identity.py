@@ -31,6 +31,7 @@ def identity_of(directory: Path, **options: Any) -> Identity:
     return identify(directory, **options).identity
 
 
+@pytest.mark.slow
 def test_identity_describes_the_cache(make_directory: MakeDirectory) -> None:
     identity = identity_of(make_directory("a"))
     assert identity.model == "example/tiny"

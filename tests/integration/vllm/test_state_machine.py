@@ -145,7 +145,7 @@ class Serving(RuleBasedStateMachine):
 
 
 TestServing = Serving.TestCase
-TestServing.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+TestServing.settings = settings(max_examples=8, stateful_step_count=25, deadline=None)
 
 
 @pytest.mark.slow
