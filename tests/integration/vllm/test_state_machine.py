@@ -79,9 +79,9 @@ class Serving(RuleBasedStateMachine):
             self.live.abort(name)
 
     @rule(number=st.integers(0, 100))
-    @precondition(lambda self: self.engine is not None and self.engine.running)
     def preempt(self, number: int) -> None:
-        self.live.preempt(self.live.running[number % len(self.live.running)])
+        if self.live.running:  # no precondition: it depends on when loads end
+            self.live.preempt(self.live.running[number % len(self.live.running)])
 
     @rule(number=st.integers(0, 100))
     def ask_without_allocating(self, number: int) -> None:
