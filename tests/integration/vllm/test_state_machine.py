@@ -19,6 +19,8 @@ from .fakes import FakeEngine, FakeRequest, Status
 
 IDENTITY = tiny_identity(layers=2, kv_heads=2, head_dim=2, chunk_tokens=8)
 TEXT = document(64, 3)
+_MOST_BLOCKS = 11
+"""What the longest request takes: 32 tokens and 12 more, in blocks of 4."""
 STEMS = [TEXT[:32], [*TEXT[:19], *document(20, 4)], document(40, 5)]
 
 
@@ -62,6 +64,10 @@ class Serving(RuleBasedStateMachine):
         salt=st.sampled_from([None, "a"]),
     )
     def arrive(self, stem: list[int], length: int, max_tokens: int, salt: str | None) -> None:
+        if self.options["load_async"]:  # loaded requests that hold all blocks between them stand still, whoever loads
+            waiting = sum(not request.status.is_over for request in self.seen.values())
+            if (waiting + 1) * _MOST_BLOCKS > self.live.blocks.num_blocks:
+                return
         self.count += 1
         request = self.live.add(f"r{self.count}", stem[:length], max_tokens=max_tokens, cache_salt=salt)
         self.seen[request.request_id] = request
