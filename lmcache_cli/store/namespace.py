@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from lmcache_cli.backends import Backend, BackendError, Durability
+from lmcache_cli.backends.closing import Closing
 from lmcache_format.encodings import get_encoding
 from lmcache_format.errors import FormatError, KeyInputError
 from lmcache_format.geometry import Part, whole_part
@@ -54,7 +54,7 @@ class PutStatus(Enum):
     REPLACED = "replaced"
 
 
-class Namespace(Retrieval):
+class Namespace(Retrieval, Closing):
     """One identity's chunks in a store. Methods may be called from several threads; close it, or use `with`.
 
     `need` is the part this reader wants (all layers and heads by default); a chunk is present when the readable shards
@@ -296,14 +296,6 @@ class Namespace(Retrieval):
             background.shutdown(wait=True)
         self._flush_quietly()
         self._readers.shutdown(wait=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class BackendUnsettled(BackendError):

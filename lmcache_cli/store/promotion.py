@@ -13,15 +13,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from lmcache_cli.backends import BackendError, NoSpace
+from lmcache_cli.backends import NoSpace
 from lmcache_cli.backends.local import LocalBackend
 from lmcache_cli.backends.local.place import place_of
 from lmcache_format.encodings import get_encoding
-from lmcache_format.errors import FormatError
 from lmcache_format.shard import RAW
 
 from .copying import copy_bytes, verified
-from .errors import StoreError
 from .events import Event, Events
 from .far import Fetched
 from .index import Index
@@ -78,7 +76,7 @@ class Promoter:
 
     def offer(self, fetched: Fetched) -> None:
         """Take it over; returns at once."""
-        name = f"{fetched.wanted.name.path} {fetched.piece}"
+        name = _name_of(fetched)
         with self._changed:
             is_known = name in self._held
             is_full = sum(self._held.values()) + fetched.memory_bytes > self._queue_bytes
@@ -127,7 +125,7 @@ class Promoter:
             finally:
                 fetched.lease.release()
                 with self._changed:
-                    self._held.pop(f"{fetched.wanted.name.path} {fetched.piece}", None)
+                    self._held.pop(_name_of(fetched), None)
                     self._changed.notify_all()
 
     def _promote_guarded(self, fetched: Fetched) -> None:
@@ -140,8 +138,6 @@ class Promoter:
         except NoSpace as problem:
             self._paused_until = self._clock() + self._options.pause_s
             self._events.problem(Event.PROMOTION_FAILED, where, problem)
-        except (BackendError, StoreError, FormatError, OSError) as problem:
-            self._events.problem(Event.PROMOTION_FAILED, where, f"{type(problem).__name__}: {problem}")
         except Exception as problem:  # noqa: BLE001  the serving path: a promotion may fail, the reader may not
             self._events.problem(Event.PROMOTION_FAILED, where, f"{type(problem).__name__}: {problem}")
 
@@ -190,6 +186,11 @@ class Promoter:
         meta = replace(meta, part=fetched.piece, provenance=made_of)
         is_removed = self._namespace.is_removed
         return write_encoded(self._store.backend, meta, fetched.buffer, encoding, is_removed=is_removed).entry
+
+
+def _name_of(fetched: Fetched) -> str:
+    """What is held under: the same piece of the same shard is promoted once at a time."""
+    return f"{fetched.wanted.name.path} {fetched.piece}"
 
 
 def listed_bytes(store: Store) -> int:
